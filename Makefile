@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-processes test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard screenshots environments lint format docs bench chaos soak clean
+.PHONY: demo test test-processes test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard flakes screenshots environments lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,9 +15,12 @@ demo: $(VENV)/.ready
 		echo "The demo ended with code $$code: $(BIN)/lockstep doctor says what this machine can do" >&2; \
 		exit $$code; }
 
-# AGAIN=1 runs what failed in a target, one after the other.
-PYTEST := $(BIN)/pytest $(if $(AGAIN),--last-failed --last-failed-no-failures none --timeout 600)
-PARALLEL := $(PYTEST) $(if $(AGAIN),,-n 2 --dist loadscope)
+# AGAIN=1 runs what failed in a target, one after the other; JOBS=n uses n processes. Each target has a
+# cache of its own, because CI runs two at once and each rewrites its list of failures.
+JOBS ?= 2
+PYTEST = $(BIN)/pytest -o cache_dir=.pytest_cache/$@ --durations=10 --durations-min=1 \
+	$(if $(AGAIN),--last-failed --last-failed-no-failures none --timeout 600)
+PARALLEL = $(PYTEST) $(if $(AGAIN),,-n $(JOBS) --dist loadscope)
 
 # Tests that start commands, fleets and runs as a user does, and kill them.
 PROCESSES := tests/cli tests/e2e tests/faults tests/check tests/launch tests/tracing tests/benchmarks \
@@ -37,7 +40,7 @@ test-processes: $(VENV)/.ready
 
 # The kernels for GPUs, in Triton's interpreter, which is slow.
 test-kernels: $(VENV)/.ready
-	$(PYTEST) $(if $(AGAIN),,-n 2) tests/engine/cuda
+	$(PYTEST) $(if $(AGAIN),,-n $(JOBS)) tests/engine/cuda
 
 # The self-test and short demos on every kind of CPU that this one can play.
 test-cpus: $(VENV)/.ready
@@ -57,54 +60,63 @@ soak: SECONDS ?= 900
 soak: $(VENV)/.ready
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
+# One installation at a time: a suite that needs an environment while all of them are being installed
+# waits for the current one and installs its own next.
+INSTALL = PYTHON=$(PYTHON) $(if $(shell command -v flock),flock $(VENV)/.installing)
+
 # The environments of all suites below, which install their own where this was not run.
 environments: $(VENV)/.ready
-	@for script in scripts/install-*.sh; do echo "== $$script"; PYTHON=$(PYTHON) $$script || exit; done
+	@for script in scripts/install-*.sh; do echo "== $$script"; $(INSTALL) $$script || exit; done
 
 # Real vLLM and real Dynamo, each in an environment of its own.
 test-engines: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-vllm.sh
-	PYTHON=$(PYTHON) scripts/install-dynamo.sh
+	$(INSTALL) scripts/install-vllm.sh
+	$(INSTALL) scripts/install-dynamo.sh
 	$(PYTEST) tests/engines --timeout 600
 
 # Stock SDKs and agent frameworks against a gateway, in an environment of their own.
 test-clients: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-clients.sh
+	$(INSTALL) scripts/install-clients.sh
 	$(PYTEST) tests/clients
 
 # Trackers that a run logs to, readers of exports, and Arize Phoenix for traces, in environments of their own.
 test-sinks: $(VENV)/.ready
-	scripts/install-sinks.sh
-	scripts/install-phoenix.sh
+	$(INSTALL) scripts/install-sinks.sh
+	$(INSTALL) scripts/install-phoenix.sh
 	$(PYTEST) tests/sinks
 
 # Real coding agents against a gateway and a scripted worker, in an environment of their own.
 test-agents: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-agents.sh
+	$(INSTALL) scripts/install-agents.sh
 	$(PYTEST) tests/agents
 
 # Several gateways on real PostgreSQL, Dynamo on real etcd and NATS, from an environment of their own;
 # with a campaign of kills for SECONDS.
 test-scale: SECONDS ?= 120
 test-scale: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-scale.sh
-	PYTHON=$(PYTHON) scripts/install-dynamo.sh
+	$(INSTALL) scripts/install-scale.sh
+	$(INSTALL) scripts/install-dynamo.sh
 	CAMPAIGN_SECONDS=$(SECONDS) $(PYTEST) tests/scale
 
 # Trainers that people already have, on a gateway, in environments of their own.
 test-trainers: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-trainers.sh
+	$(INSTALL) scripts/install-trainers.sh
 	$(PYTEST) tests/trainers
 
 # The dashboard and the report in Debian's Chromium, before a live fleet; a page stays open for SECONDS.
 test-dashboard: SECONDS ?= 60
 test-dashboard: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-dashboard.sh
+	$(INSTALL) scripts/install-dashboard.sh
 	LOCKSTEP_TEST_OPEN_SECONDS=$(SECONDS) $(PYTEST) tests/browser --timeout $$(($(SECONDS) * 2 + 180))
+
+# The tests of .ci/flakes.txt, which passed in CI only alone: each RUNS=20 times beside a busy process per
+# core. TESTS='id...' names others.
+flakes: $(VENV)/.ready
+	$(BIN)/python scripts/flakes.py run $(TESTS)
 
 # The pictures of docs/dashboard.md, of a live fleet.
 screenshots: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-dashboard.sh
+	$(INSTALL) scripts/install-dashboard.sh
 	$(BIN)/python -m tests.browser.screenshots
 
 lint: $(VENV)/.ready

@@ -30,6 +30,7 @@ SECTIONS = {
     "dashboard": ("Gateway: CPU of the dashboard", "dashboard"),
     "sessions": ("Gateway: memory of sessions", "sessions.bench"),
     "scale": ("Gateways on a shared store", "scale"),
+    "pool": ("Gateways on a shared store: connection pool", "postgres_pool"),
     "tokenizing": ("Gateway: /tokenize", "tokenizing"),
     "client": ("Client", "client"),
     "engine": ("Embedded engine on one core", "engine.bench"),

@@ -252,7 +252,7 @@ async def metrics_page() -> str:
     class Nothing:
         workers: tuple[()] = ()
 
-    idle = types.SimpleNamespace(pool=Nothing(), sessions=Sessions("memory"))
+    idle = types.SimpleNamespace(pool=Nothing(), sessions=Sessions())
     engine = types.SimpleNamespace(stats=_Stats)
     head = ("metric", "type", "labels", "")
     gateway: Any = GatewayMetrics(idle)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import pytest
 
 from lockstep.render import Renderer
 from tests import tokenizers
+from tests.memory import PeakMemory
 from tests.processes import WorkerProcess
 
 
@@ -25,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     home = tempfile.mkdtemp(prefix="lockstep-tests-")
     os.environ["XDG_STATE_HOME"] = home
     config.add_cleanup(lambda: shutil.rmtree(Path(home), ignore_errors=True))
+    config.pluginmanager.register(PeakMemory())
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -84,7 +86,7 @@ def real_tokenizer() -> Callable[[str], Path]:
     """A real tokenizer's directory; the test is skipped where it cannot be had."""
 
     def obtain(name: str) -> Path:
-        tokenizers.forget_loaded()
+        tokenizers.forget_loaded(but=name)
         try:
             place: Path = tokenizers.directory(name)
         except tokenizers.Unobtainable as why:

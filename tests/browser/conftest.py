@@ -20,6 +20,7 @@ from lockstep.checkpoint.probe import Probe
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.models import bundled
 from lockstep.render import Renderer
+from lockstep.storage.sqlite.sessions import SqliteSessionStore
 from lockstep.tokens import Completion, VersionSpan
 from tests.engine import checkpoints
 from tests.processes import TOKEN, ServeProcess
@@ -110,7 +111,7 @@ async def _write_long_session(path: Path) -> None:
     end = renderer.encode("<|im_end|>")
     words = renderer.encode("one more step of many, and then the next ")
     each = LONG_TOKENS // LONG_TURNS
-    async with Sessions(str(path)) as sessions:
+    async with Sessions(SqliteSessionStore(str(path))) as sessions:
         ids: list[int] = []
         for turn in range(LONG_TURNS):
             session = await sessions.open(LONG, renderer)

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.running.keys import app
-from lockstep.gateway.key_file import KeyFile
 from lockstep.http.auth import key_digest
 from lockstep.settings import Settings
+from lockstep.storage.key_file import KeyFile
 from lockstep.tokens.errors import BadRequest, NotFound
 
 RUN = CliRunner()

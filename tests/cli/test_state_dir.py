@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from lockstep.cli.serving.model_identity import ModelIdentity
-from lockstep.fleet.control.desired import Desired, StateStore
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import bundled
+from lockstep.storage.desired_state import Desired
+from lockstep.storage.sqlite.control import SqliteControlStore
 from tests.engine import checkpoints
 from tests.processes import TOKEN, WorkerProcess
 
@@ -123,7 +124,8 @@ def test_an_updated_fleet_resumes_its_own_model_and_no_other(cwd: Path, tmp_path
         stop(process)
     (aside,) = held.glob("before-*")
     assert {"state.sqlite", "sessions.sqlite"} <= {file.name for file in aside.iterdir()}
-    assert StateStore(str(aside / "state.sqlite")).desired().version == "step_7"
+    stored = asyncio.run(SqliteControlStore(str(aside / "state.sqlite")).desired())
+    assert stored.version == "step_7"
     assert list(cwd.iterdir()) == []
 
 
@@ -153,7 +155,7 @@ def test_a_gateway_before_running_workers_has_a_state_of_their_model(
             errors, _ = failure_of(cwd, *gateway)
             assert f"process {process.pid}" in errors
             stop(process)
-        StateStore(str(tmp_path / "state.sqlite"), model="another").close()
+        asyncio.run(SqliteControlStore(str(tmp_path / "state.sqlite"), model="another").close())
         errors, _ = failure_of(cwd, *gateway, "--state-dir", str(tmp_path))
         assert "is the state of another, and tiny is to be served" in errors
     finally:
@@ -164,9 +166,9 @@ def test_weights_that_are_in_no_file_cannot_be_resumed(cwd: Path, tmp_path: Path
     where = tmp_path / "kept"
     where.mkdir()
     label = ModelIdentity.of_files("tiny").label
-    store = StateStore(str(where / "state.sqlite"), model=label)
-    store.save(Desired(version="step_9", agreed=("default", "step_9")))
-    store.close()
+    store = SqliteControlStore(str(where / "state.sqlite"), model=label)
+    asyncio.run(store.save(Desired(version="step_9", agreed=("default", "step_9"))))
+    asyncio.run(store.close())
     errors, seconds = failure_of(cwd, "serve", "tiny", *PORTS, "--state-dir", str(where))
     assert "'step_9', which came by broadcast" in errors
     assert "--fresh" in errors

@@ -47,7 +47,7 @@ async def served(directory: Path, *, run_dir: Path | None = None) -> AsyncIterat
         return []
 
     stop = asyncio.Event()
-    async with simulated(directory, 2) as fleet, Sessions("memory") as sessions:
+    async with simulated(directory, 2) as fleet, Sessions() as sessions:
         context = GatewayContext(
             pool=cast(Pool, fleet.pool), models=ModelRegistry(no_models), sessions=sessions
         )

@@ -58,7 +58,7 @@ async def say(
 
 
 async def test_the_tokens_of_a_branch_are_those_of_its_sample() -> None:
-    async with Sessions("memory") as sessions:
+    async with Sessions() as sessions:
         history = await say(sessions, "s", [{"role": "user", "content": "Reverse: 12"}], "21")
         await say(sessions, "s", [*history, {"role": "user", "content": "And 34?"}], "43")
         (sample,) = await sessions.samples("s")
@@ -77,7 +77,7 @@ async def test_the_tokens_of_a_branch_are_those_of_its_sample() -> None:
 
 
 async def test_an_aborted_turn_is_sampled_and_masked() -> None:
-    async with Sessions("memory") as sessions:
+    async with Sessions() as sessions:
         await say(sessions, "s", [{"role": "user", "content": "Hi"}], "21", finish="abort")
         page = (await views(sessions).branch("s", 0)).page(0, 10**6)
         assert [value for value, _ in page.sampled] == [False, True]
@@ -85,7 +85,7 @@ async def test_an_aborted_turn_is_sampled_and_masked() -> None:
 
 
 async def test_looking_at_a_session_does_not_count_as_reading_it() -> None:
-    async with Sessions("memory") as sessions:
+    async with Sessions() as sessions:
         await say(sessions, "s", [{"role": "user", "content": "Hi"}], "Ho")
         shown = views(sessions)
         await shown.tree("s")
@@ -94,7 +94,7 @@ async def test_looking_at_a_session_does_not_count_as_reading_it() -> None:
 
 
 async def test_a_page_of_tokens_is_bounded() -> None:
-    async with Sessions("memory") as sessions:
+    async with Sessions() as sessions:
         await say(sessions, "s", [{"role": "user", "content": "Hi"}], "again " * 3000)
         tokens = await views(sessions).branch("s", 0)
         assert len(tokens.ids) > PAGE_TOKENS
@@ -103,7 +103,7 @@ async def test_a_page_of_tokens_is_bounded() -> None:
 
 
 async def test_a_break_is_shown_from_where_the_texts_part() -> None:
-    async with Sessions("memory") as sessions:
+    async with Sessions() as sessions:
         history = await say(sessions, "s", [{"role": "user", "content": "Reverse: 12"}], "21")
         changed = [history[0], {"role": "assistant", "content": "never said"}]
         await say(sessions, "s", [*changed, {"role": "user", "content": "And 34?"}], "43")
@@ -121,7 +121,7 @@ async def test_a_break_is_shown_from_where_the_texts_part() -> None:
 
 
 async def test_the_table_is_searched_by_session_and_the_last_used_comes_first() -> None:
-    async with Sessions("memory") as sessions:
+    async with Sessions() as sessions:
         for name in ("one-a", "two-b", "one-c"):
             await say(sessions, name, [{"role": "user", "content": f"I am {name}"}], "Ho")
         shown = views(sessions)

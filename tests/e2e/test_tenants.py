@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from lockstep.gateway.key_file import KeyFile
+from lockstep.storage.key_file import KeyFile
 from tests.processes import GENERATE, TOKEN, ServeProcess
 
 ABORT = "/inference/v1/abort_requests"

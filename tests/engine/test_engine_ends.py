@@ -4,7 +4,9 @@ running."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,16 @@ async def test_an_engine_that_was_not_started_raises(tiny: Path) -> None:
     with pytest.raises(Unavailable, match="not running"):
         await engine.ping()
     engine.close()
+
+
+def test_an_engine_that_is_closed_frees_its_cache_without_a_garbage_collection(tiny: Path) -> None:
+    gc.disable()
+    try:
+        engine = make(tiny)
+        engine.start()
+        engine.close()
+        cache = weakref.ref(engine.core.cache)
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,18 @@ class FaultyWorker(LockstepWorker):
         """Sets a variable of the worker process, which its own code reads when it needs it."""
         os.environ[name] = value
         return {name: value}
+
+    def slow_steps(self, seconds: float) -> dict[str, float]:
+        """Delay every later step of the model by so many seconds."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        execute = type(runner).execute_model
+
+        def execute_late(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(seconds)
+            return execute(runner, *args, **kwargs)
+
+        runner.execute_model = execute_late
+        return {"seconds": seconds}
 
     def faulty_load(self, after: int, times: int = 1) -> dict[str, int]:
         """The next loads break off after so many tensors."""

@@ -67,6 +67,15 @@ class Vllm:
             async with session.post(self.url + path, json=body) as response:
                 return response.status, await response.json(content_type=None)
 
+    @asynccontextmanager
+    async def slowed(self, seconds: float) -> AsyncIterator[None]:
+        """Every step of the model takes so much longer while the block runs."""
+        await self.rpc("slow_steps", seconds=seconds)
+        try:
+            yield
+        finally:
+            await self.rpc("slow_steps", seconds=0.0)
+
     async def rpc(self, method: str, **kwargs: Any) -> Any:
         status, body = await self.post("/collective_rpc", {"method": method, "kwargs": kwargs})
         assert status == 200, body

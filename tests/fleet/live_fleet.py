@@ -17,7 +17,6 @@ from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
 from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
-from lockstep.fleet.control.store import LocalStore
 from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
@@ -190,7 +189,7 @@ async def live(
         fleet = await stack.enter_async_context(
             Fleet(
                 pool,
-                LocalStore(options.pop("store", None)),
+                options.pop("store", None),
                 budget=options.pop("budget", BUDGET),
                 **options,
             )

@@ -28,7 +28,7 @@ async def remote(directory: Path, count: int = 3) -> AsyncIterator[tuple[Simulat
     async def no_models() -> list[Any]:
         return []
 
-    async with simulated(directory, count) as fleet, Sessions("memory") as sessions:
+    async with simulated(directory, count) as fleet, Sessions() as sessions:
         context = GatewayContext(
             pool=cast(Pool, fleet.pool), models=ModelRegistry(no_models), sessions=sessions
         )

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.fleet.control.desired import Desired
-from lockstep.fleet.control.leadership import LeadershipView
-from lockstep.fleet.control.store import FleetSnapshot, LocalStore, WorkerRecord
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
+from lockstep.storage.desired_state import Desired, FleetSnapshot, WorkerRecord
+from lockstep.storage.protocols import LeadershipView
+from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import Unavailable
 from tests.fleet.fakes import FakeWorker, until, work
 
@@ -33,7 +33,7 @@ class Follows:
     async def stop(self) -> None: ...
 
 
-class Told(LocalStore):
+class Told(SqliteControlStore):
     """A store in which a test writes what the leader would."""
 
     def __init__(self) -> None:

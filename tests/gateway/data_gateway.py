@@ -18,7 +18,7 @@ from lockstep.http.server.server import listen, serving, url_of
 @asynccontextmanager
 async def data_gateway(worker_url: str, **options: Any) -> AsyncIterator[tuple[str, Sessions]]:
     """Its URL and its sessions; `options` are those of `GatewayOptions`."""
-    async with Pool() as pool, Sessions(options.get("sessions", "memory")) as sessions:
+    async with Pool() as pool, Sessions(options.get("sessions")) as sessions:
         await pool.add(worker_url)
         context = GatewayContext(
             pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions

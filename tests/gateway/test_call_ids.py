@@ -12,8 +12,12 @@ from tests.gateway.dialects import DialectServer, scripted_worker
 from tests.processes import WorkerProcess
 
 CALL = {"name": "Read", "arguments": {"path": "a.txt"}}
+SESSIONS = ("a", "b", "c")
 RULES: list[dict[str, Any]] = [
-    {"when": {"last": "look"}, "think": "One way.", "calls": [CALL], "times": 1},
+    *(
+        {"when": {"last": f"look {session}"}, "think": "One way.", "calls": [CALL], "times": 1}
+        for session in SESSIONS
+    ),
     {"when": {"last": "look"}, "think": "Another way.", "calls": [CALL]},
     {"say": "Done."},
 ]
@@ -23,10 +27,14 @@ TOOL = {
     "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}},
 }
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "tools": [TOOL]}
-QUESTION: dict[str, Any] = {"role": "user", "content": "look"}
 
 
-@pytest.fixture
+def question(session: str) -> dict[str, Any]:
+    """The first message of a session, whose first attempt has a rule of its own."""
+    return {"role": "user", "content": f"look {session}"}
+
+
+@pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     with scripted_worker(tmp_path_factory.mktemp("script"), RULES) as process:
         yield process
@@ -34,7 +42,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
 
 async def call_of_attempt(server: DialectServer, session: str) -> dict[str, Any]:
     """The call of one more attempt at the same prompt."""
-    body = {**BODY, "messages": [QUESTION]}
+    body = {**BODY, "messages": [question(session)]}
     message = await server.ok("/v1/messages", body, **{"x-session-id": session})
     (call,) = [block for block in message["content"] if block["type"] == "tool_use"]
     return dict(call)
@@ -44,7 +52,7 @@ async def go_on(server: DialectServer, session: str, call: dict[str, Any]) -> No
     """Sends the call back without its thinking, with a result."""
     done = {"type": "tool_result", "tool_use_id": call["id"], "content": "text"}
     history = [
-        QUESTION,
+        question(session),
         {"role": "assistant", "content": [call]},
         {"role": "user", "content": [done]},
     ]
@@ -86,7 +94,7 @@ async def test_a_call_is_found_again_through_another_dialect(server: DialectServ
                 "parameters": TOOL["input_schema"],
             }}],
             "messages": [
-                QUESTION,
+                question("c"),
                 {"role": "assistant", "tool_calls": [{"type": "function", "function": {
                     "name": "Read", "arguments": '{"path": "a.txt"}'}, "id": call["id"]}]},
                 {"role": "tool", "tool_call_id": call["id"], "content": "text"},

@@ -7,8 +7,8 @@ import asyncio
 import asyncpg
 import pytest
 
-from lockstep.storage.migrate import Migration, migrate, migrations
-from lockstep.storage.postgres import DatabaseUrl, PostgresDatabase
+from lockstep.storage.postgres.database import DatabaseUrl, PostgresDatabase
+from lockstep.storage.postgres.migrate import Migration, migrate, migrations
 from lockstep.tokens.errors import BadRequest, Unavailable
 from tests.scale.postgres_server import PostgresServer, postgres_server
 
@@ -102,7 +102,7 @@ async def test_a_refused_password_and_a_missing_database_are_said_without_the_pa
 
 async def test_a_server_that_is_away_is_unavailable_and_named() -> None:
     database = PostgresDatabase("postgresql://u:secret@127.0.0.1:1/x", connect_seconds=1)
-    with pytest.raises(Unavailable, match=r"the store at 127\.0\.0\.1:1 is away") as caught:
+    with pytest.raises(Unavailable, match=r"the store at 127\.0\.0\.1:1 is unavailable") as caught:
         await database.open()
     assert "secret" not in caught.value.message
 
@@ -155,11 +155,11 @@ async def _notify(database: PostgresDatabase, payload: str) -> None:
 def test_the_schema_comes_from_the_url() -> None:
     assert DatabaseUrl.parse("postgresql://h/d").schema == "lockstep"
     named = DatabaseUrl.parse("postgres://u:p@h:5/d?sslmode=require&schema=blue")
-    assert (named.schema, named.shown) == ("blue", "h:5")
+    assert (named.schema, named.address) == ("blue", "h:5")
     assert named.dsn == "postgres://u:p@h:5/d?sslmode=require"
     several = DatabaseUrl.parse("postgresql://u:p@one:5432,two:5432/d?target_session_attrs=primary")
-    assert several.shown == "one:5432,two:5432"
-    assert DatabaseUrl.parse("postgresql:///d").shown == "the host of PGHOST"
+    assert several.address == "one:5432,two:5432"
+    assert DatabaseUrl.parse("postgresql:///d").address == "the host of PGHOST"
 
 
 async def test_a_statement_that_was_cancelled_leaves_no_connection_that_still_runs_it(

@@ -9,11 +9,10 @@ from time import monotonic, time
 
 import pytest
 
-from lockstep.fleet.control.desired import Desired
-from lockstep.fleet.control.postgres_leadership import PostgresLeadership
-from lockstep.fleet.control.postgres_store import PostgresControlStore
-from lockstep.fleet.control.store import WorkerRecord
-from lockstep.storage.postgres import PostgresDatabase
+from lockstep.storage.desired_state import Desired, WorkerRecord
+from lockstep.storage.postgres.control import PostgresControlStore
+from lockstep.storage.postgres.database import PostgresDatabase
+from lockstep.storage.postgres.leadership import PostgresLeadership
 from lockstep.tokens.errors import Superseded, Unavailable
 from lockstep.tokens.operation import Operation
 from tests.fleet.fakes import until

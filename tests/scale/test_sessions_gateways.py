@@ -167,7 +167,7 @@ def test_a_store_that_cannot_be_used_is_said_at_the_start(
         message: ReplicaProcess(*worker_arguments([worker]), store=url)
         for url, message in (
             (f"postgresql://lockstep:hush-hush@127.0.0.1:{server.port}/nowhere", "does not exist"),
-            ("postgresql://lockstep:hush-hush@127.0.0.1:1/x", "127.0.0.1:1 is away"),
+            ("postgresql://lockstep:hush-hush@127.0.0.1:1/x", "127.0.0.1:1 is unavailable"),
         )
     }
     for message, gateway in gateways.items():

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from lockstep.gateway.sessions.limits import SessionLimits
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.gateway.sessions.store import count, statements
-from lockstep.gateway.sessions.store import postgres as store_module
-from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
 from lockstep.http.auth import key_digest
 from lockstep.render import Renderer
-from lockstep.storage.postgres import PostgresDatabase
+from lockstep.storage.postgres import session_statements as statements
+from lockstep.storage.postgres import sessions as store_module
+from lockstep.storage.postgres.database import PostgresDatabase
+from lockstep.storage.postgres.sessions import PostgresSessionStore
 from lockstep.tokens.errors import Busy, Conflict, Forbidden, NotFound, TooLarge, Unavailable
 from tests.gateway.sessions.test_sessions import MORE, QUESTION, completion, renderer, say, talk
 from tests.scale.postgres_server import PostgresServer, postgres_server
@@ -325,7 +326,7 @@ async def test_gateways_share_the_secret_that_seals_thoughts(opened: Opener) -> 
 
 
 async def test_a_limit_of_turns_holds(opened: Opener, renderer: Renderer) -> None:
-    one = await opened(max_turns=2)
+    one = await opened(limits=SessionLimits(session_turns=2))
     messages = await talk(one, "a", renderer, 2)
     with pytest.raises(TooLarge, match="2 turns, the limit is 2"):
         await (await one.open("a", renderer)).plan([*messages, MORE])
@@ -333,7 +334,7 @@ async def test_a_limit_of_turns_holds(opened: Opener, renderer: Renderer) -> Non
 
 
 async def test_a_session_that_was_minted_counts_at_once(opened: Opener) -> None:
-    one = await opened(max_sessions=2)
+    one = await opened(limits=SessionLimits(sessions=2))
     for name in ("a", "b"):
         await one.keys.mint(name)
     assert len(one) == 2
@@ -376,14 +377,14 @@ async def test_a_gateway_that_waited_for_the_lock_does_not_count_again(
     schema = store_url.rpartition("=")[2]
     await postgres.execute(f"UPDATE {schema}.facts SET number = 0 WHERE name = 'counted'")
     queries = logged([one, two])
-    is_the_one = count.is_the_one
+    lock_task = store_module.lock_task
 
     async def late(*what: Any) -> bool:
-        monkeypatch.setattr(count, "is_the_one", is_the_one)
+        monkeypatch.setattr(store_module, "lock_task", lock_task)
         await two._store.refresh_totals()
-        return await is_the_one(*what)
+        return await lock_task(*what)
 
-    monkeypatch.setattr(count, "is_the_one", late)
+    monkeypatch.setattr(store_module, "lock_task", late)
     await one._store.refresh_totals()
     assert queries.count(statements.COUNT_SESSIONS) == 1
 

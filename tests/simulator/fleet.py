@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.fleet.control.store import LocalStore
 from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.fleet import Fleet
 from tests.simulator.fault_matrix import wrong_with
@@ -76,7 +75,7 @@ async def simulated(
     workers = [SimulatedWorker(f"w{index}", first) for index in range(count)]
     pool = SimulatedPool()
     options = {"budget": BUDGET, **options}
-    async with Fleet(pool, LocalStore(options.pop("store", None)), **options) as fleet:
+    async with Fleet(pool, options.pop("store", None), **options) as fleet:
         made = Simulation(fleet, pool, workers, directory, {FIRST: first})
         for worker in workers:
             await made.add(worker, mute=mute, probes_staged=probes_staged)

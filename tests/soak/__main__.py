@@ -14,8 +14,8 @@ from pathlib import Path
 
 import aiohttp
 
-from lockstep.gateway.key_file import KeyFile
 from lockstep.progress import Progress
+from lockstep.storage.key_file import KeyFile
 from tests.fleet.live_fleet import Checkpoints
 from tests.processes import TOKEN, ServeProcess
 from tests.soak.gauges import Series, descriptors_of, memory_of, tasks_of, threads_of

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 from lockstep.backends.registry import AdminName
 from lockstep.checkpoint.sources import check_one_source
 from lockstep.protocol.control.worker import TensorSpec
+from lockstep.tokens.operation import PauseMode
 
 __all__ = [
     "Admin",
@@ -25,8 +26,6 @@ __all__ = [
     "WeightContents",
     "WorkerView",
 ]
-
-PauseMode = Literal["abort", "wait", "keep"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def serve(
         settings,
     )
     arguments = replace(arguments, tokenizer=arguments.tokenizer or model)
+    _hide_torch()
     GatewayProcess(source, arguments, settings, bundled(model) or Path(model)).run()
 
 
@@ -145,7 +146,9 @@ def gateway(
 
 
 def _hide_torch() -> None:
-    """Keeps transformers from importing torch: a gateway without workers of its own only
-    tokenizes, and torch would be half of its memory."""
+    """Keep transformers from importing torch, which would be half of the memory of this process.
+
+    A gateway only tokenizes; the workers of `serve` are processes of their own.
+    """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

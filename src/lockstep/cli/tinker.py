@@ -16,9 +16,9 @@ from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.engine_choice import EngineChoice, worker_source
 from lockstep.cli.serving.run import GatewayProcess
 from lockstep.cli.shared_options import takes
-from lockstep.gateway.key_file import TINKER_PREFIX
 from lockstep.models import bundled
 from lockstep.settings import Settings
+from lockstep.storage.api_keys import TINKER_PREFIX
 from lockstep.tokens.errors import BadRequest
 
 _engine_option = partial(typer.Option, rich_help_panel="Training and sampling")

@@ -12,8 +12,9 @@ import typer
 
 from lockstep.cli.dynamo_network import DynamoNetwork
 from lockstep.cli.shared_options import takes
-from lockstep.http.server.limits import DRAIN_SECONDS, parse_limits
+from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, parse_limits
 from lockstep.http.tls import TlsFiles
+from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
@@ -171,7 +172,7 @@ def worker(
     from lockstep.worker.serve import WorkerOptions, run_worker
 
     settings = Settings.read()
-    http, limits = parse_limits(limit or ())
+    limits, http = parse_limits(limit or (), REQUEST_LIMITS, LIMITS)
     if script is not None and runtime == "dynamo":
         raise BadRequest(
             "--script is for --runtime http: leave out one of --script and --runtime dynamo",

@@ -10,7 +10,7 @@ import msgspec
 
 from lockstep.dashboard.branch_tokens import BranchTokens, TokenPage, token_texts
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.sessions.entry import SessionInfo
+from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.ledger.lineage import Branch, find_branches
 from lockstep.ledger.tree import Node
 from lockstep.render import Renderer

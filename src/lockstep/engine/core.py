@@ -94,7 +94,9 @@ class Core:
         self.prefixes = PrefixCache(self.cache, options.prefix_cache_bytes)
         # With every slot decoding, at least one token of the budget is left for a prefill.
         budget = max(options.max_batch_tokens, self.cache.slots + 1)
-        self.scheduler = Scheduler(self.cache.slots, budget, self._move)
+        # Not a method of this object: in a cycle, a core that is no longer used would keep its
+        # cache until the next garbage collection.
+        self.scheduler = Scheduler(self.cache.slots, budget, self.cache.move)
         self.runner = ModelRunner(self.model, self.cache, options, self.grammars)
 
     def commit(self, weights: Weights) -> None:
@@ -441,9 +443,6 @@ class Core:
         from lockstep.engine.cuda.start import start
 
         return start(self, self.options.warm_seconds)
-
-    def _move(self, source: int, target: int, sequence: Sequence) -> None:
-        self.cache.move(source, target, sequence.computed)
 
     @property
     def _drains_more(self) -> bool:

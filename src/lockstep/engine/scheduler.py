@@ -33,7 +33,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, slots: int, max_batch_tokens: int, move: Callable[[int, int, Sequence], None]
+        self, slots: int, max_batch_tokens: int, move: Callable[[int, int, int], None]
     ) -> None:
         self.slots = slots
         self.max_batch_tokens = max_batch_tokens
@@ -106,7 +106,7 @@ class Scheduler:
             slot = self.running.index(sequence)
             last = self.running.pop()
             if last is not sequence:
-                self._move(len(self.running), slot, last)
+                self._move(len(self.running), slot, last.computed)
                 self.running[slot] = last
             return
         self._waiting = [entry for entry in self._waiting if entry[-1] is not sequence]

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source
-from lockstep.fleet.control.desired import Desired
-from lockstep.fleet.control.leadership import AlwaysLeader, Leadership
-from lockstep.fleet.control.store import ControlStore, LocalStore
 from lockstep.fleet.fan_out import PhaseBudgets, run_or_quarantine, undo_nothing
 from lockstep.fleet.gate import WorkerGate
 from lockstep.fleet.leader import Leader
@@ -23,6 +20,10 @@ from lockstep.fleet.update.new_weights import WeightReader
 from lockstep.fleet.update.recovery import serve_again
 from lockstep.fleet.update.weight_update import WeightUpdate
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Desired
+from lockstep.storage.protocols import ControlStore, Leadership
+from lockstep.storage.sqlite.control import SqliteControlStore
+from lockstep.storage.sqlite.leadership import AlwaysLeader
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.operation import Operation
 from lockstep.tokens.versions import check_adapter_name, check_label, check_worker_id
@@ -59,7 +60,11 @@ class Fleet:
         while it leads, and follows the leader otherwise. `token` is the workers' admin token.
         """
         self.state = state = FleetState(
-            pool, store or LocalStore(), leadership or AlwaysLeader(), roots=roots, budget=budget
+            pool,
+            store or SqliteControlStore(),
+            leadership or AlwaysLeader(),
+            roots=roots,
+            budget=budget,
         )
         self.pool, self.operations, self.leadership = pool, state.operations, state.leadership
         self._weights = WeightReader(state.roots, model_dir)

@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 
 from lockstep.backends.admin import WorkerView
-from lockstep.fleet.control.desired import Desired, Reference
 from lockstep.fleet.state import FleetState
 from lockstep.fleet.update.bring_up import bring_up
 from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Desired, Reference
 from lockstep.tokens.errors import LockstepError, Superseded, Unavailable
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from lockstep.backends.registry import open_admin
-from lockstep.fleet.control.store import WorkerRecord
 from lockstep.fleet.state import FleetState
 from lockstep.fleet.worker import Worker
 from lockstep.http.client.client import HttpClient
+from lockstep.storage.desired_state import WorkerRecord
 from lockstep.tokens.errors import LockstepError, NotFound
 
 log = logging.getLogger(__name__)

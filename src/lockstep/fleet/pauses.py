@@ -9,10 +9,10 @@ from time import time
 import msgspec
 
 from lockstep.backends.admin import PauseMode
-from lockstep.fleet.control.desired import Desired
 from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.fan_out import run_or_quarantine
 from lockstep.fleet.state import FleetState
+from lockstep.storage.desired_state import Desired
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 from lockstep.tokens.operation import Operation
 

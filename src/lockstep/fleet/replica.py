@@ -16,13 +16,12 @@ from typing import Any
 
 import msgspec
 
-from lockstep.fleet.control.desired import Desired
-from lockstep.fleet.control.leadership import LeadershipView
-from lockstep.fleet.control.store import FleetSnapshot, WorkerRecord
 from lockstep.fleet.leader import Leader
 from lockstep.fleet.membership import Membership
 from lockstep.fleet.state import FleetState
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Desired, FleetSnapshot, WorkerRecord
+from lockstep.storage.protocols import LeadershipView
 from lockstep.tokens.errors import LockstepError, Superseded, Unavailable
 
 log = logging.getLogger(__name__)

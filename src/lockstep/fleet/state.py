@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.backends.admin import Admin, Fenced
-from lockstep.fleet.control.desired import Desired
-from lockstep.fleet.control.leadership import Leadership
 from lockstep.fleet.control.operations import Operations
-from lockstep.fleet.control.store import ControlStore
 from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Desired
+from lockstep.storage.protocols import ControlStore, Leadership
 from lockstep.tokens.errors import NotFound, Unavailable
 
 

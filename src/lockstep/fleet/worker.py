@@ -17,8 +17,8 @@ from lockstep.backends.admin import Admin
 from lockstep.backends.registry import open_transport
 from lockstep.backends.transport import GenerateRequest, StreamDelta, Transport
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
-from lockstep.fleet.control.desired import Closeness
 from lockstep.http.client.client import HttpClient
+from lockstep.storage.desired_state import Closeness
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import Conflict, Unavailable
 from lockstep.tokens.operation import Evidence

@@ -21,7 +21,6 @@ from lockstep.gateway.auth import AdminAuth, DataAuth
 from lockstep.gateway.chat.route import ChatRoutes
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
-from lockstep.gateway.key_store import KeyStore
 from lockstep.gateway.keys import TenantKeys
 from lockstep.gateway.messages.route import MessagesRoutes
 from lockstep.gateway.metrics import GatewayMetrics
@@ -39,8 +38,8 @@ from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.expiry import TTL_SECONDS
+from lockstep.gateway.sessions.limits import SESSION_LIMITS, SessionLimits
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.gateway.sessions.store.interface import SessionStore
 from lockstep.gateway.single_port import SinglePort
 from lockstep.http.auth import RequestAuth, check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
@@ -51,6 +50,7 @@ from lockstep.http.server.server import Endpoint, listen, serving, url_of
 from lockstep.http.tls import TlsFiles, without_ca
 from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
 from lockstep.protocol.json.limits import RequestLimits
+from lockstep.storage.protocols import KeyStore, SessionStore
 from lockstep.tokens.errors import Forbidden, LockstepError, NotFound
 
 ANY_METHOD = ["GET", "POST", "PUT", "DELETE"]
@@ -77,7 +77,8 @@ class GatewayOptions:
     key_file: Path | None = None
     key_store: KeyStore | None = None
     shared_sessions: bool = False
-    sessions: str | SessionStore = "memory"
+    sessions: SessionStore | None = None
+    session_limits: SessionLimits = SESSION_LIMITS
     session_seconds: float = TTL_SECONDS
     expire_unread: bool = False
     tokenizer: str | None = None
@@ -249,6 +250,7 @@ async def serve_gateway(
                 options.sessions,
                 ttl_seconds=options.session_seconds,
                 expire_unread=options.expire_unread,
+                limits=options.session_limits,
             )
         )
         find_adapter = None if attachment is None else attachment.find_adapter

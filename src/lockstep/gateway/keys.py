@@ -1,4 +1,4 @@
-"""The keys of the data plane: from the environment, a key file, the store, and of sessions."""
+"""Keys of the data plane: from the environment, a key file, the store, and of sessions."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic
 
-from lockstep.gateway.key_file import KeyFile, StoredKey
-from lockstep.gateway.key_store import KeyStore
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.gateway.tenants import DEFAULT, Caller, Scopes
+from lockstep.gateway.tenants import Caller, Scopes
 from lockstep.http.auth import key_digests
+from lockstep.storage.api_keys import DEFAULT_TENANT, StoredKey
+from lockstep.storage.key_file import KeyFile
+from lockstep.storage.protocols import KeyStore
 from lockstep.tokens.errors import LockstepError
 
 log = logging.getLogger(__name__)
 RELOAD_SECONDS = 1.0
-"""How long a change of the key file may go unnoticed."""
+"""Seconds between looks at the key file."""
 
 
 class TenantKeys:
-    """Finds the caller of a request by the digest of its key.
+    """Callers of requests, by the digest of their key.
 
-    Every key of `keys` is a tenant of its own, unless it is the only one; keys of the key file say
-    their tenant. With `shared`, all of them are the default tenant. Keys of sessions work as long
-    as their sessions are kept. Raises BadRequest for a key file that cannot be used.
+    Every key of `keys` is a tenant of its own, unless it is the only one; keys of the key file and
+    of the store name their tenant. With `shared`, all of them are the default tenant. The key of a
+    session is valid as long as the session. Raises BadRequest for an invalid key file.
     """
 
     def __init__(
@@ -54,20 +55,21 @@ class TenantKeys:
 
     @property
     def required(self) -> bool:
+        """Whether requests need a key."""
         stored = self._store is not None and self._store.required
         return bool(self._fixed) or self._file is not None or stored
 
     async def find(self, digest: bytes) -> Caller | None:
-        """The caller whose key has this digest, or None."""
+        """Return the caller whose key has this digest, or None."""
         if self._file is not None and self._clock() - self._looked >= RELOAD_SECONDS:
             self._reload(self._file)
         if self._store is not None and self._store.keys is not self._stored:
             self._stored = self._store.keys
             self._from_store = self._by_digest(self._stored)
-        known = (
+        caller = (
             self._fixed.get(digest) or self._from_file.get(digest) or self._from_store.get(digest)
         )
-        return known or await self._of_session(digest)
+        return caller or await self._of_session(digest)
 
     async def _of_session(self, digest: bytes) -> Caller | None:
         session = await self._sessions.keys.find(digest)
@@ -81,13 +83,15 @@ class TenantKeys:
         for key in keys:
             key_id = self._scopes.named(key)
             one_tenant = self._shared or (alone and len(keys) == 1)
-            caller = self._scopes.of_tenant(DEFAULT if one_tenant else key_id, key_id)
+            caller = self._scopes.of_tenant(DEFAULT_TENANT if one_tenant else key_id, key_id)
             callers |= dict.fromkeys(key_digests(key), caller)
         return callers
 
     def _reload(self, file: KeyFile) -> None:
-        """Reads the key file again if it has changed. One that cannot be read changes nothing:
-        a mistake in it must not lock everybody out."""
+        """Read the key file again if it has changed.
+
+        The keys stay valid if it cannot be read: a mistake in it must not lock out all callers.
+        """
         self._looked = self._clock()
         stamp = self._stamp(file.path)
         if stamp == self._seen:
@@ -96,12 +100,12 @@ class TenantKeys:
         try:
             new = self._read(file)
         except LockstepError as error:
-            log.error("the keys stay as they were: %s", error.message)
+            log.error("API keys not read, the last ones stay valid: %s", error.message)
             return
         before = {str(caller) for caller in self._from_file.values()}
         after = {str(caller) for caller in new.values()}
         added, revoked = sorted(after - before), sorted(before - after)
-        log.warning("%s was read again: added %s, revoked %s", file.path, added, revoked)
+        log.warning("API keys of %s changed: added %s, revoked %s", file.path, added, revoked)
         self._from_file = new
 
     def _read(self, file: KeyFile) -> dict[bytes, Caller]:
@@ -110,7 +114,7 @@ class TenantKeys:
     def _by_digest(self, keys: Iterable[StoredKey]) -> dict[bytes, Caller]:
         return {
             bytes.fromhex(key.sha256): self._scopes.of_tenant(
-                DEFAULT if self._shared else key.tenant, key.id
+                DEFAULT_TENANT if self._shared else key.tenant, key.id
             )
             for key in keys
         }

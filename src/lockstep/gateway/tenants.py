@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -10,11 +9,9 @@ from starlette.requests import Request
 
 from lockstep.http.handlers import CALLER
 from lockstep.protocol.common.request_id import is_request_id
-from lockstep.tokens.errors import BadRequest, NotFound
+from lockstep.storage.api_keys import DEFAULT_TENANT
+from lockstep.tokens.errors import NotFound
 
-TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
-DEFAULT = "default"
-"""The tenant of a gateway without keys, with one key, or with shared sessions."""
 SEPARATOR = "~"
 """Stands between a tenant and a session in the name of a session; ids of clients cannot hold it."""
 
@@ -29,7 +26,7 @@ class Caller:
     empty for the default tenant, whose ids and salts reach the workers as they are.
     """
 
-    tenant: str = DEFAULT
+    tenant: str = DEFAULT_TENANT
     key_id: str | None = None
     session: str | None = None
     scope: str = ""
@@ -77,7 +74,7 @@ class Scopes:
 
     def of_tenant(self, tenant: str, key_id: str | None) -> Caller:
         """A caller of that tenant."""
-        if tenant == DEFAULT:
+        if tenant == DEFAULT_TENANT:
             return Caller(tenant, key_id)
         return Caller(
             tenant, key_id, None, self._scope("requests", tenant), self._scope("cache", tenant)
@@ -109,26 +106,13 @@ def caller_of(http: Request) -> Caller:
 
 def full_name(tenant: str, name: str) -> str:
     """The name of a tenant's session among those of all tenants."""
-    return name if tenant == DEFAULT else f"{tenant}{SEPARATOR}{name}"
+    return name if tenant == DEFAULT_TENANT else f"{tenant}{SEPARATOR}{name}"
 
 
 def tenant_of(name: str) -> str:
     """The tenant of a session, by its full name."""
     tenant, separator, _ = name.partition(SEPARATOR)
-    return tenant if separator else DEFAULT
-
-
-def own_name(name: str) -> str:
-    """The id by which its tenant knows a session."""
-    return name.partition(SEPARATOR)[2] or name
-
-
-def check_tenant(name: str) -> None:
-    """Raises BadRequest for what cannot be the name of a tenant."""
-    if not TENANT.fullmatch(name):
-        raise BadRequest(
-            f"tenant is {name!r}: expected 1 to 64 letters, digits or ._-", param="tenant"
-        )
+    return tenant if separator else DEFAULT_TENANT
 
 
 def _hash(text: str) -> str:

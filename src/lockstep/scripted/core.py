@@ -246,5 +246,5 @@ def _why_forbidden(sequence: Sequence, token: int) -> str | None:
     return None
 
 
-def _no_move(source: int, target: int, sequence: Sequence) -> None:
+def _no_move(source: int, target: int, length: int) -> None:
     """Do nothing: a slot holds nothing to move."""

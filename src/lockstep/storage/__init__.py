@@ -1,1 +1,8 @@
-"""Shared storage: the PostgreSQL database that several gateways stand on."""
+"""Stores: what outlives a gateway process, behind four protocols and opened by URL.
+
+One folder per backend. See `protocols` for what a store promises.
+"""
+
+from lockstep.storage.store import Store, open_store
+
+__all__ = ["Store", "open_store"]

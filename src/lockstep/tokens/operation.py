@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 OperationStatus = Literal["running", "done", "failed", "lost"]
+PauseMode = Literal["abort", "wait", "keep"]
+"""What a pause does with running requests: end them, wait for them, or keep them for later."""
 
 
 @dataclass(slots=True)

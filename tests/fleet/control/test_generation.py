@@ -10,8 +10,9 @@ import pytest
 
 from lockstep.backends.admin import Source
 from lockstep.backends.lockstep.admin import LockstepAdmin
-from lockstep.fleet.control.desired import Desired, StateStore
 from lockstep.protocol.control.generations import Generations
+from lockstep.storage.desired_state import Desired
+from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import Conflict, LockstepError, Superseded
 from tests.fleet.fakes import until
 from tests.fleet.live_fleet import SEQUENCES, Checkpoints, Workers, live, running
@@ -94,7 +95,7 @@ async def test_the_generation_rises_with_every_start_and_above_what_workers_have
     where = str(tmp_path / "state.sqlite")
     numbers = []
     for _ in range(2):
-        async with live(workers, made, count=2, store=StateStore(where)) as fleet:
+        async with live(workers, made, count=2, store=SqliteControlStore(where)) as fleet:
             numbers.append(fleet.fleet.desired.generation)
     assert numbers[0] < numbers[1]
     ahead = int((time() + 3600) * 1000)  # a gateway whose clock was ahead was here before
@@ -103,8 +104,8 @@ async def test_the_generation_rises_with_every_start_and_above_what_workers_have
     async with live(workers, made, count=2, reset=False) as fleet:
         assert fleet.fleet.desired.generation > ahead
         assert fleet.serving() == [0, 1]
-    store = StateStore(where)
-    store.save(Desired(generation=ahead + 100))
+    store = SqliteControlStore(where)
+    await store.save(Desired(generation=ahead + 100))
     async with live(workers, made, count=2, reset=False, store=store) as fleet:
         assert fleet.fleet.desired.generation == ahead + 101
         assert fleet.serving() == [0, 1]

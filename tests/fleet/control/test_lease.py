@@ -9,14 +9,14 @@ from time import time
 import pytest
 
 from lockstep.fleet.control import lease as module
-from lockstep.fleet.control.desired import StateStore
 from lockstep.fleet.control.lease import Lease
+from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import LockstepError, Unavailable
 from tests.fleet.fakes import until
 from tests.simulator.fleet import simulated
 
 
-def fill(store: StateStore) -> None:
+def fill(store: SqliteControlStore) -> None:
     """From now on SQLite says that the disk is full."""
     store._db.execute("CREATE TABLE filler (body BLOB)")
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
@@ -28,7 +28,7 @@ def fill(store: StateStore) -> None:
 @pytest.mark.failure_mode("F37")
 async def test_a_lease_ends_although_the_disk_is_full(tmp_path: Path) -> None:
     where = str(tmp_path / "state.sqlite")
-    store = StateStore(where)
+    store = SqliteControlStore(where)
     async with simulated(tmp_path, store=store) as fleet:
         await fleet.fleet.pause("keep", lease_seconds=0.2)
         fill(store)
@@ -49,14 +49,14 @@ async def test_a_lease_ends_although_the_disk_is_full(tmp_path: Path) -> None:
         store._db.execute("PRAGMA max_page_count = 1000000")
         await fleet.update("b")
         # What could not be recorded then is now.
-        kinds = [operation.kind for operation in store.latest(10)]
+        kinds = [operation.kind for operation in await store.latest(10)]
         assert kinds.count("end_of_lease") == 1
         fleet.check()
 
 
 @pytest.mark.failure_mode("F37")
 async def test_resume_works_although_nothing_can_be_written(tmp_path: Path) -> None:
-    store = StateStore(str(tmp_path / "state.sqlite"))
+    store = SqliteControlStore(str(tmp_path / "state.sqlite"))
     async with simulated(tmp_path, store=store) as fleet:
         await fleet.fleet.pause("keep")
         store._db.execute("PRAGMA query_only = ON")
@@ -73,7 +73,7 @@ async def test_resume_works_although_nothing_can_be_written(tmp_path: Path) -> N
 async def test_ending_a_lease_is_retried_after_any_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
     errors: list[Exception] = [OSError("disk"), KeyError("a bug"), Unavailable("nobody")]
     ended: list[float] = []
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-import threading
 from pathlib import Path
 
 import pytest
 
 from lockstep.backends.admin import Source
-from lockstep.fleet.control.desired import StateStore
+from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound
 from lockstep.tokens.operation import Operation
 from tests.fleet.fakes import until
@@ -83,8 +81,8 @@ async def test_a_key_is_never_reused_for_another_request_not_even_while_it_runs(
 async def test_operations_of_a_killed_gateway_are_lost_and_can_be_run_again(
     tmp_path: Path,
 ) -> None:
-    store = StateStore(str(tmp_path / "state.sqlite"))
-    store.record(Operation("1", "flush_cache", {}, "k", started=1.0))
+    store = SqliteControlStore(str(tmp_path / "state.sqlite"))
+    await store.record(Operation("1", "flush_cache", {}, "k", started=1.0))
     async with simulated(tmp_path, store=store) as fleet:
         recorded = await fleet.fleet.operations.get("1")
         assert recorded is not None
@@ -95,27 +93,19 @@ async def test_operations_of_a_killed_gateway_are_lost_and_can_be_run_again(
 
 
 async def test_the_store_is_used_from_many_threads_at_once(tmp_path: Path) -> None:
-    store = StateStore(str(tmp_path / "state.sqlite"))
-    errors: list[sqlite3.Error] = []
+    store = SqliteControlStore(str(tmp_path / "state.sqlite"))
 
-    def write(number: int) -> None:
-        try:
-            for turn in range(20):
-                store.record(Operation(f"{number}.{turn}", "flush_cache", {}, f"k{number}"))
-                store.save(store.desired())
-                assert store.by_key(f"k{number}") is not None
-        except sqlite3.Error as error:
-            errors.append(error)
+    async def write(number: int) -> None:
+        for turn in range(20):
+            await store.record(Operation(f"{number}.{turn}", "flush_cache", {}, f"k{number}"))
+            await store.save(await store.desired())
+            assert await store.by_key(f"k{number}") is not None
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        await asyncio.to_thread(thread.join)
-    assert errors == []
-    assert len(store.latest(1000)) == 160
-    store.cut_off()
-    assert store.latest(1)[0].status == "lost"
+    await asyncio.gather(*(write(number) for number in range(8)))
+    assert len(await store.latest(1000)) == 160
+    await store.cut_off()
+    assert (await store.latest(1))[0].status == "lost"
+    await store.close()
 
 
 @pytest.mark.failure_mode("F37")
@@ -155,9 +145,9 @@ async def test_a_lease_that_ends_while_its_renewal_is_queued_does_not_end_the_re
 @pytest.mark.failure_mode("F37")
 async def test_a_lease_continues_in_the_next_gateway(tmp_path: Path) -> None:
     where = str(tmp_path / "state.sqlite")
-    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+    async with simulated(tmp_path, store=SqliteControlStore(where)) as fleet:
         await fleet.fleet.pause("keep", lease_seconds=0.3)
-    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+    async with simulated(tmp_path, store=SqliteControlStore(where)) as fleet:
         assert fleet.fleet.desired.paused == "keep"
         await until(lambda: fleet.fleet.desired.paused is None)
         await until(lambda: not fleet.fleet.operations.running)

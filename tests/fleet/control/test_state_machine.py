@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lockstep.fleet.control.desired import StateStore
 from lockstep.fleet.fan_out import PhaseBudgets
+from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import LockstepError
 from tests.simulator.fleet import Simulation, simulated
 from tests.simulator.workers import Kind, SimulatedWorker, write_checkpoint
@@ -41,7 +41,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        store = StateStore(str(self.directory / "state.sqlite"))
+        store = SqliteControlStore(str(self.directory / "state.sqlite"))
         self.opened = simulated(self.directory, 0, store=store, budget=BUDGET)
         self.sim: Simulation = self.run(self.opened.__aenter__())
 

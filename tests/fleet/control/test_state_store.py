@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lockstep.fleet.control.desired import StateStore
+from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import BadRequest
 
 
 def test_a_state_file_that_another_process_holds_is_refused_with_its_pid(tmp_path: Path) -> None:
     where = str(tmp_path / "state.sqlite")
     code = (
-        "import sys, time\nfrom lockstep.fleet.control.desired import StateStore\n"
-        "store = StateStore(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+        "import sys, time\nfrom lockstep.storage.sqlite.control import SqliteControlStore\n"
+        "store = SqliteControlStore(sys.argv[1]); print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", code, where], stdout=subprocess.PIPE, text=True
@@ -25,35 +26,35 @@ def test_a_state_file_that_another_process_holds_is_refused_with_its_pid(tmp_pat
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(BadRequest, match=rf"process {holder.pid}: stop it, or .*--state-dir"):
-            StateStore(where)
+            SqliteControlStore(where)
     finally:
         holder.kill()
         holder.communicate()
-    StateStore(where).close()  # a holder that was killed holds it no more
+    asyncio.run(SqliteControlStore(where).close())  # a holder that was killed holds it no more
 
 
-def test_a_state_file_belongs_to_one_model(tmp_path: Path) -> None:
+async def test_a_state_file_belongs_to_one_model(tmp_path: Path) -> None:
     where = str(tmp_path / "state.sqlite")
-    StateStore(where, model="tiny (1a2b)").close()
-    StateStore(where, model="tiny (1a2b)").close()
+    await SqliteControlStore(where, model="tiny (1a2b)").close()
+    await SqliteControlStore(where, model="tiny (1a2b)").close()
     with pytest.raises(BadRequest, match=r"state of tiny \(1a2b\), and tiny-moe .*--fresh"):
-        StateStore(where, model="tiny-moe (3c4d)")
-    StateStore(where, model="tiny (1a2b)").close()  # the refusal let go of the lock
+        SqliteControlStore(where, model="tiny-moe (3c4d)")
+    await SqliteControlStore(where, model="tiny (1a2b)").close()  # the refusal let go of the lock
 
 
 def test_a_file_that_holds_no_state_is_rejected_by_name(tmp_path: Path) -> None:
     where = tmp_path / "state.sqlite"
     where.write_bytes(b"not a database" * 100)
     with pytest.raises(BadRequest, match=r"state\.sqlite cannot be used .*--state-dir"):
-        StateStore(str(where))
+        SqliteControlStore(str(where))
 
 
-def test_the_state_is_for_its_owner_only_also_where_it_was_not(tmp_path: Path) -> None:
+async def test_the_state_is_for_its_owner_only_also_where_it_was_not(tmp_path: Path) -> None:
     where = tmp_path / "state.sqlite"
     where.touch(mode=0o644)
     where.chmod(0o644)
-    store = StateStore(str(where))
-    store.save(store.desired())
+    store = SqliteControlStore(str(where))
+    await store.save(await store.desired())
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert set(modes.values()) == {0o600}, modes
-    store.close()
+    await store.close()

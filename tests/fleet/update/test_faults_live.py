@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.fleet.control.desired import StateStore
+from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import LockstepError
 from tests.fleet.fakes import until
 from tests.fleet.fault_injector import Kind
@@ -183,11 +183,11 @@ async def test_the_desired_state_survives_the_gateway_and_workers_are_brought_to
     workers: Workers, made: Checkpoints, tmp_path: Path
 ) -> None:
     where = str(tmp_path / "state.sqlite")
-    async with live(workers, made, store=StateStore(where)) as fleet:
+    async with live(workers, made, store=SqliteControlStore(where)) as fleet:
         await fleet.update("b", key="once")
         await fleet.fleet.pause("keep", lease_seconds=60)
     await workers.reset(made.paths[FIRST])  # the workers restarted as well
-    async with live(workers, made, store=StateStore(where)) as fleet:
+    async with live(workers, made, store=SqliteControlStore(where)) as fleet:
         assert fleet.fleet.desired.paused == "keep"
         assert await fleet.healed() == "b"
         staged = fleet.injectors[0].calls["stage"]

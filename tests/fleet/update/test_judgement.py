@@ -19,10 +19,10 @@ from lockstep.engine.core import Core
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.probe import remember, write_probe
 from lockstep.engine.weights.weights import Weights
-from lockstep.fleet.control.desired import Closeness, Reference
 from lockstep.fleet.update.judgement import UNKNOWN, Judgement, Witness, judge
 from lockstep.fleet.update.proof import reference_of
 from lockstep.models import bundled
+from lockstep.storage.desired_state import Closeness, Reference
 from tests.engine import checkpoints
 from tests.fleet.weight_faults import FAULTS, Fault, Tensors, replaced, stepped
 

@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
-from lockstep.fleet.control.desired import StateStore
 from lockstep.fleet.update.proof import BUILTIN
+from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import LockstepError
 from tests.fleet.fakes import until
 from tests.simulator.fault_matrix import run
@@ -203,9 +203,9 @@ async def test_a_label_names_one_set_of_weights_forever(tmp_path: Path) -> None:
 @pytest.mark.failure_mode("F25")
 async def test_the_next_gateway_remembers_what_a_label_names(tmp_path: Path) -> None:
     where = str(tmp_path / "state.sqlite")
-    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+    async with simulated(tmp_path, store=SqliteControlStore(where)) as fleet:
         await fleet.update("a")
-    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+    async with simulated(tmp_path, store=SqliteControlStore(where)) as fleet:
         fleet.meaning["a"] = ""
         fleet.checkpoint("a")
         fleet.check()
@@ -223,11 +223,11 @@ async def test_a_directory_called_like_other_weights_gets_a_label_of_its_own(
     runs = [tmp_path / run / "step_1" for run in ("first", "second")]
     for seed, path in enumerate(runs, 50):
         write_checkpoint(path, seed)
-    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+    async with simulated(tmp_path, store=SqliteControlStore(where)) as fleet:
         fleet.meaning["step_1"] = contents(runs[0])
         await fleet.fleet.update_weights(str(runs[0]))
         fleet.check()
-    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+    async with simulated(tmp_path, store=SqliteControlStore(where)) as fleet:
         fleet.meaning["step_1"] = contents(runs[0])
         operation = await fleet.fleet.update_weights(str(runs[1]))
         label = fleet.fleet.desired.version or ""

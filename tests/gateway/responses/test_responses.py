@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from lockstep.storage.sqlite.sessions import SqliteSessionStore
 from tests.gateway.dialects import DialectServer, Event, dialect_server, scripted_worker
 from tests.processes import WorkerProcess
 
@@ -295,14 +296,14 @@ async def test_a_request_goes_on_from_the_response_before_it(server: DialectServ
 async def test_in_a_session_the_response_before_is_found_by_its_turn_after_a_restart(
     worker: WorkerProcess, tmp_path: Path
 ) -> None:
-    path = "/sessions/kept" + RESPONSES
+    stored, path = str(tmp_path / "sessions.sqlite"), "/sessions/kept" + RESPONSES
     body = {**BODY, "tools": [READ], "instructions": "Be kind."}
-    async with dialect_server(worker, sessions=str(tmp_path / "sessions.sqlite")) as server:
+    async with dialect_server(worker, sessions=SqliteSessionStore(stored)) as server:
         opening = [message("system", "Be brief."), message("user", "two files")]
         first = await server.ok(path, {**body, "input": opening})
     outputs = [output(call, "text") for call in first["output"][2:]]
     body |= {"input": outputs, "previous_response_id": first["id"]}
-    async with dialect_server(worker, sessions=str(tmp_path / "sessions.sqlite")) as server:
+    async with dialect_server(worker, sessions=SqliteSessionStore(stored)) as server:
         response = await server.post(path, body)
         assert response.status_code == 200, response.text
         assert response.headers["x-lockstep-bridged"] == "true"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,11 +31,9 @@ IDS = [71, 72, 12, 85, 90]
 ROUTE = "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    process = WorkerProcess("--max-model-len", "512", "--max-num-seqs", "8")
-    yield process
-    process.stop()
+@pytest.fixture
+def worker(shared_worker: WorkerProcess) -> WorkerProcess:
+    return shared_worker
 
 
 @pytest.fixture(scope="session")
@@ -250,7 +248,7 @@ async def test_what_the_engine_refuses_has_its_status_in_streams_too(
 ) -> None:
     error = await client.refused(prompt=[71, 99999], stream=stream)
     assert "99999" in error["message"]
-    assert (await client.refused(prompt=[71] * 600, stream=stream))["reason"] == "prompt_too_long"
+    assert (await client.refused(prompt=[71] * 1100, stream=stream))["reason"] == "prompt_too_long"
     assert (await client.refused(404, prompt=IDS, model="x"))["reason"] == "unknown_model"
     gone = await client.refused(409, prompt=IDS, weight_version="no-such", stream=stream)
     assert gone["reason"] == "version_unavailable"

@@ -27,7 +27,7 @@ async def control(
     async def no_models() -> list[Any]:
         return []
 
-    async with simulated(directory, count) as fleet, Sessions("memory") as sessions:
+    async with simulated(directory, count) as fleet, Sessions() as sessions:
         context = GatewayContext(
             pool=cast(Pool, fleet.pool), models=ModelRegistry(no_models), sessions=sessions
         )

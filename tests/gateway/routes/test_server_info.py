@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -15,11 +15,9 @@ from tests.processes import WorkerProcess
 QUESTION = [{"role": "user", "content": "Reverse: 40213"}]
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    process = WorkerProcess("--max-model-len", "512", "--max-num-seqs", "8")
-    yield process
-    process.stop()
+@pytest.fixture
+def worker(shared_worker: WorkerProcess) -> WorkerProcess:
+    return shared_worker
 
 
 @pytest_asyncio.fixture
@@ -36,7 +34,7 @@ async def test_the_server_says_what_it_is_in_vllm_s_shape(http: httpx.AsyncClien
     config = response.json()["vllm_config"]
     assert config["model_config"] == {
         "model": "tiny",
-        "max_model_len": 512,
+        "max_model_len": 1024,
         "dtype": "torch.float32",
         "logprobs_mode": "processed_logprobs",
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.render import Renderer
+from lockstep.storage.sqlite.sessions import SqliteSessionStore
 from tests.gateway.sessions.test_sessions import MORE, QUESTION, say
 
 SESSIONS = 8
@@ -28,7 +29,7 @@ async def commit_for_ever(path: str) -> None:
             sys.stdout.flush()
             messages.append(MORE)
 
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         await asyncio.gather(*(talk(f"s{at}") for at in range(SESSIONS)))
 
 
@@ -56,7 +57,7 @@ async def test_a_kill_loses_no_turn_whose_reply_was_sent(tmp_path: Path) -> None
     path = str(tmp_path / "sessions.db")
     answered = run_and_kill(path)
     assert len(answered) == SESSIONS
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         for name, count in answered.items():
             assert (await sessions.info(name)).turns >= count
             (sample,) = await sessions.samples(name)

@@ -17,13 +17,15 @@ import pytest
 
 from lockstep.gateway.sessions import expiry, samples
 from lockstep.gateway.sessions.cache import CachedSession
+from lockstep.gateway.sessions.limits import SessionLimits
 from lockstep.gateway.sessions.session import Session
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.gateway.sessions.store import tables
-from lockstep.gateway.sessions.store import thread as store
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.json.lazy_ids import LazyIds
 from lockstep.render import Renderer
+from lockstep.storage.sqlite import session_tables as tables
+from lockstep.storage.sqlite import thread as store
+from lockstep.storage.sqlite.sessions import SqliteSessionStore
 from lockstep.tokens import Completion, Sample, VersionSpan
 from lockstep.tokens.errors import (
     BadRequest,
@@ -81,11 +83,11 @@ async def talk(sessions: Sessions, name: str, renderer: Renderer, turns: int) ->
 
 async def test_a_session_goes_on_after_a_restart(renderer: Renderer, tmp_path: Path) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         messages = await talk(sessions, "a", renderer, 3)
         before = await sessions.samples("a")
         info = await sessions.info("a")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         assert await sessions.samples("a") == before
         assert await sessions.info("a") == info
         plan = await say(await sessions.open("a", renderer), renderer, [*messages, MORE], "more")
@@ -100,14 +102,14 @@ async def test_choices_are_branches_and_all_of_them_are_kept(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         messages: list[Any] = [QUESTION]
         session = await sessions.open("a", renderer)
         await say(session, renderer, messages, "three", "four", "five")
         await say(session, renderer, [*messages, MORE], "yes")
         samples = await sessions.samples("a")
         assert len(samples) == 3
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         assert await sessions.samples("a") == samples
 
 
@@ -136,14 +138,14 @@ async def test_requests_of_one_session_may_run_side_by_side(
         session = await sessions.open("a", renderer)
         await say(session, renderer, [*messages, {"role": "user", "content": f"q{at}"}], f"a{at}")
 
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         messages = await talk(sessions, "a", renderer, 1)
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         await asyncio.gather(*(branch(sessions, at, messages) for at in range(20)))
         assert sessions.counts.loaded == 1
         samples = await sessions.samples("a")
     assert len({tuple(sample.token_ids) for sample in samples}) == 20
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         assert sorted(await sessions.samples("a"), key=repr) == sorted(samples, key=repr)
 
 
@@ -153,7 +155,7 @@ async def test_a_break_is_counted_once_and_survives_a_restart(
 ) -> None:
     path = str(tmp_path / "sessions.db")
     edited = [QUESTION, {"role": "assistant", "content": "I never said this"}, MORE]
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         await talk(sessions, "a", renderer, 2)
         strict = await sessions.open("a", renderer, breaks="strict")
         with pytest.raises(PrefixBreak) as caught:
@@ -162,7 +164,7 @@ async def test_a_break_is_counted_once_and_survives_a_restart(
         fork = await sessions.open("a", renderer)
         assert (await fork.plan(edited)).cause == "edited_history"
         assert sessions.counts.breaks == {"edited_history": 1}
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         await say(await sessions.open("a", renderer), renderer, list(edited), "now")
         assert sessions.counts.breaks == {}
         assert [sample.breaks for sample in await sessions.samples("a")] == [
@@ -179,7 +181,10 @@ async def test_only_busy_sessions_stay_in_memory(renderer: Renderer, tmp_path: P
     limit = 30_000
     # Tests before this one may have left some that the garbage collector has not seen yet.
     others = WeakSet(in_memory())
-    async with Sessions(str(tmp_path / "sessions.db"), cache_bytes=limit) as sessions:
+    async with Sessions(
+        SqliteSessionStore(str(tmp_path / "sessions.db")),
+        limits=SessionLimits(session_cache_bytes=limit),
+    ) as sessions:
         spoken = {name: await talk(sessions, name, renderer, 4) for name in map(str, range(40))}
         assert sessions.cache.nbytes <= limit
         assert sessions.cache.evicted > 0
@@ -194,7 +199,7 @@ async def test_only_busy_sessions_stay_in_memory(renderer: Renderer, tmp_path: P
 async def test_a_session_in_use_is_one_session_although_others_push_it_out(
     renderer: Renderer,
 ) -> None:
-    async with Sessions(cache_bytes=1) as sessions:
+    async with Sessions(limits=SessionLimits(session_cache_bytes=1)) as sessions:
         messages = await talk(sessions, "a", renderer, 1)
         session = await sessions.open("a", renderer)
         plan = await session.plan([*messages, MORE])
@@ -207,7 +212,7 @@ async def test_a_session_in_use_is_one_session_although_others_push_it_out(
 
 
 async def test_past_a_limit_what_is_new_is_refused(renderer: Renderer) -> None:
-    async with Sessions(max_sessions=2, max_turns=3) as sessions:
+    async with Sessions(limits=SessionLimits(sessions=2, session_turns=3)) as sessions:
         messages = await talk(sessions, "a", renderer, 3)
         with pytest.raises(TooLarge, match=r"session 'a' has 3 turns, the limit is 3"):
             await (await sessions.open("a", renderer)).plan([*messages, MORE])
@@ -222,10 +227,10 @@ async def test_past_a_limit_what_is_new_is_refused(renderer: Renderer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "refusal"), [("max_bytes_per_session", TooLarge), ("max_bytes_total", Busy)]
+    ("limit", "refusal"), [("session_bytes", TooLarge), ("total_session_bytes", Busy)]
 )
 async def test_bytes_have_limits_too(renderer: Renderer, limit: str, refusal: Any) -> None:
-    async with Sessions(**{limit: 5000}) as sessions:  # type: ignore[arg-type]
+    async with Sessions(limits=SessionLimits(**{limit: 5000})) as sessions:
         with pytest.raises(refusal, match="5000"):
             await talk(sessions, "a", renderer, 100)
         assert len(await sessions.samples("a")) == 1
@@ -255,7 +260,9 @@ async def test_a_session_whose_samples_nobody_read_does_not_expire(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     now, path = 1000.0, str(tmp_path / "sessions.db")
-    async with Sessions(path, ttl_seconds=60, monotonic=lambda: now) as sessions:
+    async with Sessions(
+        SqliteSessionStore(path), ttl_seconds=60, monotonic=lambda: now
+    ) as sessions:
         for name in ("unread", "read", "read and gone on"):
             messages = await talk(sessions, name, renderer, 2)
         await sessions.samples("read")
@@ -265,7 +272,9 @@ async def test_a_session_whose_samples_nobody_read_does_not_expire(
         )
         unread = {each.id: each.unread_turns for each in await sessions.page()}
         assert unread == {"unread": 2, "read": 0, "read and gone on": 1}
-    async with Sessions(path, ttl_seconds=60, monotonic=lambda: now) as sessions:
+    async with Sessions(
+        SqliteSessionStore(path), ttl_seconds=60, monotonic=lambda: now
+    ) as sessions:
         now += 61
         assert await sessions.sweep() == 1
         assert [each.id for each in await sessions.page()] == ["read and gone on", "unread"]
@@ -291,7 +300,7 @@ async def test_a_file_of_a_format_before_is_read_and_goes_on(
     renderer: Renderer, tmp_path: Path, version: int
 ) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         messages = await talk(sessions, "a", renderer, 2)
         samples = await sessions.samples("a")
     with sqlite3.connect(path) as connection:
@@ -299,12 +308,12 @@ async def test_a_file_of_a_format_before_is_read_and_goes_on(
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    async with Sessions(path, ttl_seconds=60) as sessions:
+    async with Sessions(SqliteSessionStore(path), ttl_seconds=60) as sessions:
         assert (await sessions.info("a")).unread_turns == (2 if version == 1 else 0)
         assert await sessions.sweep() == 0
         assert await sessions.samples("a") == samples
         await say(await sessions.open("a", renderer), renderer, [*messages, MORE], "more")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         assert (await sessions.info("a")).turns == 3
         assert len(await sessions.samples("a")) == 1
 
@@ -313,18 +322,18 @@ async def test_a_clock_that_jumps_deletes_no_session(renderer: Renderer, tmp_pat
     path, wall, ticks = str(tmp_path / "sessions.db"), 1e9, 50.0
     options: dict[str, Any] = {"ttl_seconds": 86400, "expire_unread": True}
     clocks: dict[str, Any] = {"clock": lambda: wall, "monotonic": lambda: ticks}
-    async with Sessions(path, **options, **clocks) as sessions:
+    async with Sessions(SqliteSessionStore(path), **options, **clocks) as sessions:
         await talk(sessions, "a", renderer, 1)
         for jump in (28 * 3600, -60 * 3600, 400 * 86400):
             wall += jump
             assert await sessions.sweep() == 0
     wall += 28 * 3600
     ticks = 3.0  # the machine was started anew
-    async with Sessions(path, **options, **clocks) as sessions:
+    async with Sessions(SqliteSessionStore(path), **options, **clocks) as sessions:
         assert await sessions.sweep() == 0
         ticks += 86300
         assert await sessions.sweep() == 0
-    async with Sessions(path, **options, **clocks) as sessions:
+    async with Sessions(SqliteSessionStore(path), **options, **clocks) as sessions:
         ticks += 101
         assert await sessions.sweep() == 1
 
@@ -344,19 +353,19 @@ async def test_a_turn_with_one_bit_flipped_is_never_read_as_good(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         messages = await talk(sessions, "a", renderer, 3)
         samples = await sessions.samples("a")
     for number in range(21):
         where = (number * 37, number % 3, number % 8)
         flip(path, *where)
-        async with Sessions(path) as sessions:
+        async with Sessions(SqliteSessionStore(path)) as sessions:
             with pytest.raises(Unavailable, match="not as it was written"):
                 await sessions.samples("a")
             with pytest.raises(Unavailable, match="not as it was written"):
                 await say(await sessions.open("a", renderer), renderer, [*messages, MORE], "more")
         flip(path, *where)
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         assert await sessions.samples("a") == samples
 
 
@@ -364,7 +373,7 @@ async def test_a_file_with_damaged_pages_is_a_typed_error(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     path = tmp_path / "sessions.db"
-    async with Sessions(str(path)) as sessions:
+    async with Sessions(SqliteSessionStore(str(path))) as sessions:
         for name in ("a", "b"):
             messages = await talk(sessions, name, renderer, 12)
         await say(await sessions.open("b", renderer), renderer, [*messages, MORE], "x" * 20_000)
@@ -377,7 +386,7 @@ async def test_a_file_with_damaged_pages_is_a_typed_error(
     data = bytearray(path.read_bytes())
     data[(root - 1) * size : (root - 1) * size + 40] = b"\xff" * 40
     path.write_bytes(data)
-    async with Sessions(str(path)) as sessions:
+    async with Sessions(SqliteSessionStore(str(path))) as sessions:
         for name in ("a", "b"):
             with pytest.raises(Unavailable, match="cannot be read"):
                 await sessions.samples(name)
@@ -401,7 +410,7 @@ async def test_damaged_rows_are_typed_errors_and_spare_the_others(
     renderer: Renderer, tmp_path: Path, damage: str
 ) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         await talk(sessions, "bad", renderer, 2)
         session = await sessions.open("bad", renderer)
         edited = [QUESTION, {"role": "assistant", "content": "I never said this"}, MORE]
@@ -413,7 +422,7 @@ async def test_damaged_rows_are_typed_errors_and_spare_the_others(
         assert connection.execute(f"{damage} WHERE {row} = 1").rowcount
     connection.close()
     name = "(damaged row 1)" if "name" in damage else "bad"
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         assert await sessions.samples("good") == good
         with pytest.raises(Unavailable, match="delete the session"):
             await sessions.samples(name)
@@ -482,12 +491,12 @@ async def test_a_client_that_leaves_while_its_turn_is_stored_loses_nothing(
 
 async def test_ids_of_another_tokenizer_are_refused(renderer: Renderer, tmp_path: Path) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         await talk(sessions, "a", renderer, 1)
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE sessions SET tokenizer = x'00'")
     connection.close()
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         with pytest.raises(Conflict, match="another tokenizer"):
             await sessions.open("a", renderer)
 
@@ -507,15 +516,15 @@ async def test_a_file_that_is_no_session_file_is_refused(
     path = str(tmp_path / "sessions.db")
     spoil(path)
     with pytest.raises(BadRequest, match=r"sessions\.db"):
-        async with Sessions(path):
+        async with Sessions(SqliteSessionStore(path)):
             pass
 
 
 async def test_a_second_gateway_on_the_same_file_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path):
+    async with Sessions(SqliteSessionStore(path)):
         with pytest.raises(BadRequest, match=f"another gateway, process {os.getpid()}"):
-            async with Sessions(path):
+            async with Sessions(SqliteSessionStore(path)):
                 pass
 
 
@@ -523,13 +532,13 @@ async def test_turns_that_cannot_be_read_are_not_the_callers_fault(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     path = tmp_path / "sessions.db"
-    async with Sessions(str(path)) as sessions:
+    async with Sessions(SqliteSessionStore(str(path))) as sessions:
         await talk(sessions, "a", renderer, 2)
     assert path.stat().st_mode & 0o077 == 0
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE turns SET data = x'93', checksum = x'' WHERE turn = 1")
     connection.close()
-    async with Sessions(str(path)) as sessions:
+    async with Sessions(SqliteSessionStore(str(path))) as sessions:
         with pytest.raises(Unavailable, match="'a' cannot be read back"):
             await sessions.open("a", renderer)
         with pytest.raises(Unavailable, match="'a' cannot be read back"):
@@ -540,7 +549,7 @@ async def test_turns_that_cannot_be_read_are_not_the_callers_fault(
 
 
 async def test_many_expire_at_once(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expiry, "SWEPT_AT_ONCE", 3)
+    monkeypatch.setattr(expiry, "SWEEP_BATCH", 3)
     now = 0.0
     async with Sessions(ttl_seconds=1, expire_unread=True, monotonic=lambda: now) as sessions:
         for at in range(8):
@@ -554,12 +563,12 @@ async def test_a_damaged_session_is_not_served_as_if_it_were_whole(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         messages = await talk(sessions, "a", renderer, 3)
     with sqlite3.connect(path) as connection:
         connection.execute("DELETE FROM turns WHERE turn = 2")
     connection.close()
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         with pytest.raises(Unavailable, match="2 of its 3 turns"):
             await sessions.open("a", renderer)
         with pytest.raises(Unavailable, match="2 of its 3 turns"):
@@ -660,7 +669,7 @@ async def test_a_finished_session_takes_no_more_turns_and_its_reward_stands_on_i
     renderer: Renderer, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "sessions.db")
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         messages = await talk(sessions, "a", renderer, 2)
         (before,) = await sessions.samples("a")
         assert before.reward is None
@@ -674,7 +683,7 @@ async def test_a_finished_session_takes_no_more_turns_and_its_reward_stands_on_i
         for session in (open_turn, await sessions.open("a", renderer)):
             with pytest.raises(Forbidden, match="finished"):
                 await session.plan([*messages, MORE])
-    async with Sessions(path) as sessions:
+    async with Sessions(SqliteSessionStore(path)) as sessions:
         (sample,) = await sessions.samples("a")
         assert sample == replace(before, reward=-1.5)
         assert Sample.from_json(sample.to_json()) == sample

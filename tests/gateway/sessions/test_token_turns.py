@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -60,11 +60,9 @@ class Gateway:
         ]
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    process = WorkerProcess("--max-model-len", "512", "--max-num-seqs", "8")
-    yield process
-    process.stop()
+@pytest.fixture
+def worker(shared_worker: WorkerProcess) -> WorkerProcess:
+    return shared_worker
 
 
 @pytest_asyncio.fixture

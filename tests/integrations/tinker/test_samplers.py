@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from lockstep.fleet.control.desired import AdapterSpec, Desired
 from lockstep.fleet.fleet import Fleet
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.store import SamplerRecord, Store, now
+from lockstep.storage.desired_state import AdapterSpec, Desired
 from lockstep.tokens import Completion, Sampling, VersionSpan
 from lockstep.tokens.completion import Finish
 from lockstep.tokens.errors import Busy, Conflict, NotFound, RolloutFailed, UnknownModel

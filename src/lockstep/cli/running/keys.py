@@ -14,8 +14,10 @@ import typer
 from rich.console import Console
 
 from lockstep.cli.output import print_json
-from lockstep.gateway.key_file import OWN_PREFIX, KeyFile, KeyPrefix
 from lockstep.settings import Settings
+from lockstep.storage import open_store
+from lockstep.storage.api_keys import OWN_PREFIX, KeyPrefix
+from lockstep.storage.key_file import KeyFile
 from lockstep.tokens.errors import BadRequest
 
 app = typer.Typer(
@@ -89,9 +91,9 @@ def revoke(
 
 
 async def _on_keys(key_file: Path | None, store: str | None, work: Callable[[Any], Any]) -> Any:
-    """The result of `work` on the keys of the file or the store that is meant.
+    """Return the result of `work` on the keys of the key file or the store.
 
-    Raises BadRequest when neither or both are.
+    Raises BadRequest when neither or both are given.
     """
     settings = Settings.read()
     if key_file is None and store is None:
@@ -104,12 +106,9 @@ async def _on_keys(key_file: Path | None, store: str | None, work: Callable[[Any
         )
     if key_file is not None:
         return work(KeyFile(key_file))
-    from lockstep.gateway.key_store import KeyStore
-    from lockstep.storage.postgres import PostgresDatabase
-
-    database = PostgresDatabase(store or "", pool_size=1)
-    await database.open()
-    try:
-        return await work(KeyStore(database))
-    finally:
-        await database.close()
+    async with open_store(store or "") as opened:
+        if opened.keys is None:
+            raise BadRequest(
+                "a store of one gateway has no API keys: give --key-file", param="store"
+            )
+        return await work(opened.keys)

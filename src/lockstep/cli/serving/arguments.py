@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.http.server.limits import DRAIN_SECONDS, parse_limits
+from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, parse_limits
 from lockstep.http.tls import TlsFiles
+from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
 from lockstep.tokens.errors import BadRequest
 
 if TYPE_CHECKING:
     from lockstep.fleet.fan_out import PhaseBudgets
     from lockstep.fleet.routing.pool import Pool
     from lockstep.gateway.app import GatewayOptions
-    from lockstep.gateway.sessions.store.interface import SessionStore
     from lockstep.settings import Settings
+    from lockstep.storage import Store
 
 _listen_option = partial(typer.Option, rich_help_panel="Listening")
 _traffic_option = partial(typer.Option, rich_help_panel="Traffic")
@@ -156,8 +157,8 @@ class GatewayArguments:
     limit: Annotated[
         list[str] | None,
         _traffic_option(
-            help="Limit of requests and connections, as NAME=NUMBER; may be repeated. See "
-            "docs/security.md for the names."
+            help="Limit of requests, connections and sessions, as NAME=NUMBER; may be repeated. "
+            "See docs/security.md for the names."
         ),
     ] = None
     insecure: Annotated[
@@ -221,12 +222,15 @@ class GatewayArguments:
                     f"--{name.replace('_', '-')} is {value}: expected 0 or more", param=name
                 )
 
-    def options(self, settings: Settings, sessions: str | SessionStore) -> GatewayOptions:
-        """The options of the gateway, with its sessions in that file or store."""
+    def options(self, settings: Settings, store: Store | None = None) -> GatewayOptions:
+        """Return the options of the gateway, with its sessions and API keys in `store`."""
         from lockstep.gateway.app import GatewayOptions
+        from lockstep.gateway.sessions.limits import SESSION_LIMITS
         from lockstep.http.cross_site import check_origins
 
-        http, limits = parse_limits(self.limit or ())
+        limits, http, session_limits = parse_limits(
+            self.limit or (), REQUEST_LIMITS, LIMITS, SESSION_LIMITS
+        )
         return GatewayOptions(
             host=self.host,
             port=self.port,
@@ -241,7 +245,9 @@ class GatewayArguments:
             api_keys=settings.api_keys,
             key_file=self.key_file or settings.key_file,
             shared_sessions=self.shared_sessions,
-            sessions=sessions,
+            key_store=None if store is None else store.keys,
+            sessions=None if store is None else store.sessions,
+            session_limits=session_limits,
             session_seconds=self.session_hours * 3600,
             expire_unread=self.expire_unread,
             tokenizer=self.tokenizer,

@@ -8,7 +8,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +18,11 @@ from rich.status import Status
 
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.prime_rl import prime_rl_key, prime_rl_toml
-from lockstep.cli.serving.shared_store import SharedStore, advertised, shared_store
+from lockstep.cli.serving.shared_store import advertised
 from lockstep.cli.serving.siblings import SiblingGateways
 from lockstep.cli.serving.sources import WorkerRows, WorkerSource
-from lockstep.cli.serving.state_dir import GatewayState, in_memory, open_state
+from lockstep.cli.serving.state_dir import GatewayState, open_state
 from lockstep.cli.serving.trainer_view import attachment_of, print_trainer, trainer_fields
-from lockstep.fleet.control.desired import MEMORY
 from lockstep.http.server.server import admin_token, run, say_ready, stop_event
 from lockstep.running_gateways import RunningGateway, registered
 from lockstep.settings import TRACE, Settings
@@ -60,7 +59,7 @@ class GatewayProcess:
     async def _main(self) -> None:
         if (self.arguments.store or self.settings.store) is None:
             # Before anything is started; with a store, its keys must be known first.
-            self.arguments.options(self.settings, MEMORY).check()
+            self.arguments.options(self.settings).check()
         self.arguments.budgets()
         siblings = SiblingGateways(self.arguments, self.settings)
         stop, ready = stop_event(), asyncio.Event()
@@ -76,31 +75,17 @@ class GatewayProcess:
     async def _serve(
         self, ready: asyncio.Event, stop: asyncio.Event, siblings: SiblingGateways
     ) -> None:
-        async with shared_store(self.arguments, self.settings) as shared:
-            await self._serve_on(shared, ready, stop, siblings)
-
-    async def _serve_on(
-        self,
-        shared: SharedStore | None,
-        ready: asyncio.Event,
-        stop: asyncio.Event,
-        siblings: SiblingGateways,
-    ) -> None:
         from lockstep.dashboard.app import Dashboard
-        from lockstep.fleet.control.store import LocalStore
         from lockstep.fleet.fleet import Fleet
         from lockstep.gateway.app import serve_gateway
 
         arguments, settings, source = self.arguments, self.settings, self.source
         status = Status("Starting", console=Console(stderr=True, quiet=arguments.as_json))
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
             stack.enter_context(status)
-            kept = shared is not None or in_memory(arguments)  # elsewhere, or not at all
-            model = None if kept else await source.identity()
-            state = stack.enter_context(
-                open_state(arguments, model, starts_workers=source.starts_workers)
-            )
-            if shared is None:
+            state = await stack.enter_async_context(open_state(arguments, settings, source))
+            store = state.store
+            if not store.shared:
                 _print_state(state, status.console)
             token, token_path = stack.enter_context(admin_token(settings.admin_token))
             token_file = token_path or _text(settings.admin_token_file)
@@ -108,19 +93,14 @@ class GatewayProcess:
             runs = self._runs(state, stack)
             fleet = Fleet(
                 arguments.pool(settings),
-                LocalStore(state.store) if shared is None else shared.control,
-                leadership=None if shared is None else shared.leadership,
+                store.control,
+                leadership=store.leadership,
                 token=token,
                 roots=(*roots, runs) if roots and runs else roots,
                 budget=arguments.budgets(),
                 model_dir=self.model_dir,
             )
-            sessions = state.sessions if shared is None else shared.sessions
-            options = replace(
-                arguments.options(settings, sessions),
-                admin_token=token,
-                key_store=None if shared is None else shared.keys,
-            )
+            options = replace(arguments.options(settings, store), admin_token=token)
             try:
                 async with (
                     source.joined(fleet, token, status.update) as workers,
@@ -129,8 +109,8 @@ class GatewayProcess:
                     name = await _model_name(fleet, arguments.tokenizer)
 
                     def on_ready(url: str, admin_url: str) -> None:
-                        if shared is not None:
-                            shared.leadership.announce(advertised(arguments, admin_url))
+                        if store.shared:
+                            store.leadership.announce(advertised(arguments, admin_url))
                         siblings.start(url, token, stop)
                         ready.set()
                         status.stop()
@@ -167,7 +147,7 @@ class GatewayProcess:
             except Unavailable as error:
                 raise _with_hint(error, state) if not ready.is_set() else error from None
 
-    def _runs(self, state: GatewayState, stack: ExitStack) -> Path | None:
+    def _runs(self, state: GatewayState, stack: AsyncExitStack) -> Path | None:
         """Where training runs are kept; with a state in memory, they end with this process."""
         if self.trainer is None:
             return None

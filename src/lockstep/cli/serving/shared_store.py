@@ -1,49 +1,22 @@
-"""The PostgreSQL store that several gateways share, as `--store` names it."""
+"""Options of gateways that share a store: which ones fit `--store`, and their admin addresses."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.settings import Settings
+from lockstep.storage.store import BACKENDS, find_backend
 from lockstep.tokens.errors import BadRequest
 
-if TYPE_CHECKING:
-    from lockstep.fleet.control.postgres_leadership import PostgresLeadership
-    from lockstep.fleet.control.postgres_store import PostgresControlStore
-    from lockstep.gateway.key_store import KeyStore
-    from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
-    from lockstep.storage.postgres import PostgresDatabase
 
-
-@dataclass(frozen=True, slots=True)
-class SharedStore:
-    """An open database, this gateway's part in its elections, and the fleet's state and sessions
-    in it."""
-
-    database: PostgresDatabase
-    leadership: PostgresLeadership
-    control: PostgresControlStore
-    sessions: PostgresSessionStore
-    keys: KeyStore
-
-
-@asynccontextmanager
-async def shared_store(
-    arguments: GatewayArguments, settings: Settings
-) -> AsyncIterator[SharedStore | None]:
-    """The store while the block runs; None without --store and LOCKSTEP_STORE.
-
-    Raises BadRequest for a URL that does not work and where the gateways would not know each
-    other's admin token, and Unavailable when the database cannot be reached.
-    """
-    url = arguments.store or settings.store
-    if url is None:
-        yield None
-        return
+def check_shared(url: str, arguments: GatewayArguments, settings: Settings) -> None:
+    """Raise BadRequest for a store that cannot be shared, and for options that do not fit one."""
+    if not find_backend(url).shared:
+        schemes = ", ".join(scheme for scheme, backend in BACKENDS.items() if backend.shared)
+        raise BadRequest(
+            f"--store is for stores that gateways share ({schemes}): give --state-dir for files of "
+            "this machine",
+            param="store",
+        )
     for name, value in (("sessions", arguments.sessions), ("state-dir", arguments.state_dir)):
         if value is not None:
             raise BadRequest(
@@ -53,38 +26,16 @@ async def shared_store(
             )
     if settings.admin_token is None:
         raise BadRequest(
-            "gateways that share a store hand admin calls on to each other, and so need one admin "
+            "gateways that share a store forward admin calls to each other, and so need one admin "
             "token: set LOCKSTEP_ADMIN_TOKEN or LOCKSTEP_ADMIN_TOKEN_FILE alike for all of them",
             param="store",
         )
-    from lockstep.fleet.control.postgres_leadership import PostgresLeadership
-    from lockstep.fleet.control.postgres_store import PostgresControlStore
-    from lockstep.gateway.key_store import KeyStore
-    from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
-    from lockstep.storage.postgres import PostgresDatabase
-
-    database = PostgresDatabase(url)
-    await database.open()
-    keys = KeyStore(database)
-    try:
-        await keys.follow()
-        leadership = PostgresLeadership(database)
-        yield SharedStore(
-            database,
-            leadership,
-            PostgresControlStore(database, leadership),
-            PostgresSessionStore(database),
-            keys,
-        )
-    finally:
-        await keys.close()
-        await database.close()
 
 
 def advertised(arguments: GatewayArguments, admin_url: str) -> str:
-    """The URL under which other gateways reach this one's admin port.
+    """Return the URL under which other gateways reach this one's admin port.
 
-    Raises BadRequest when it listens everywhere and nothing says under which name.
+    Raises BadRequest when it listens on all addresses and --advertise is not given.
     """
     if arguments.advertise is not None:
         return arguments.advertise.rstrip("/")

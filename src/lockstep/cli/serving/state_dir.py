@@ -1,14 +1,14 @@
-"""The state directory of a gateway: the version its fleet serves, and its sessions.
+"""The state of a gateway: the version its fleet serves, and its sessions.
 
-It is given by --state-dir, else there is one for each model under the user's state home. Nothing
-is written to the working directory.
+It is in the store that --store names, else in the directory of --state-dir, else in one directory
+per model under the user's state home. Nothing is written to the working directory.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,65 +17,67 @@ from lockstep.checkpoint.files import read_object
 from lockstep.checkpoint.manifest import INDEX, WEIGHTS
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.model_identity import ModelIdentity
-from lockstep.fleet.control.desired import MEMORY, Desired, StateStore
-from lockstep.fleet.control.file_lock import FileLock
-from lockstep.settings import state_home
+from lockstep.cli.serving.shared_store import check_shared
+from lockstep.cli.serving.sources import WorkerSource
+from lockstep.settings import Settings, state_home
+from lockstep.storage import Store, open_store
+from lockstep.storage.desired_state import Desired
+from lockstep.storage.file_lock import FileLock
+from lockstep.storage.protocols import ControlStore
+from lockstep.storage.sqlite import MEMORY
+from lockstep.storage.sqlite.backend import SESSION_FILE, STATE_FILE, sqlite_url
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict, LockstepError
 
 log = logging.getLogger(__name__)
-STATE = "state.sqlite"
-SESSIONS = "sessions.sqlite"
 SQLITE_FILES = ("", "-wal", "-shm")
 WAY_OUT = "stop it, or give another --state-dir"
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """The state that a gateway starts with. `directory` is None where it is in memory.
+    """The store of a gateway, and what an earlier run left in it.
 
-    `resumed` is the version that an earlier run left, `checkpoint` where its weights are, and
-    `set_aside` where --fresh has moved what was there.
+    `directory` is None for a store in memory and for a shared one. `resumed` is the version of the
+    earlier run, `checkpoint` the path of its weights, `set_aside` where --fresh moved it.
     """
 
-    store: StateStore
-    sessions: str
+    store: Store
     directory: Path | None = None
     resumed: str | None = None
     checkpoint: str | None = None
     set_aside: Path | None = None
 
 
-def in_memory(arguments: GatewayArguments) -> bool:
-    """Whether the fleet's state is in memory only."""
-    return arguments.state_dir == MEMORY or (
-        arguments.state_dir is None and arguments.sessions == MEMORY
-    )
+@asynccontextmanager
+async def open_state(
+    arguments: GatewayArguments, settings: Settings, source: WorkerSource
+) -> AsyncIterator[GatewayState]:
+    """Open the state for the workers of `source` while the block runs.
 
-
-@contextmanager
-def open_state(
-    arguments: GatewayArguments, model: ModelIdentity | None, *, starts_workers: bool
-) -> Iterator[GatewayState]:
-    """The state of this model's fleet, held for this process while the block runs.
-
-    `starts_workers` says that the workers begin with the model's own weights. Raises BadRequest
-    when another process uses it or it is of another model, CheckpointError when weights that it
-    needs are gone, Conflict when they were never in a file.
+    Raises BadRequest for options that do not fit, when another process uses the state, or when it
+    is of another model; CheckpointError when weights that it needs are gone, Conflict when they
+    were never in a file; Unavailable when the store's server cannot be reached.
     """
-    if in_memory(arguments) or model is None:
-        yield GatewayState(StateStore(), arguments.sessions or MEMORY)
-        return
-    directory = _make_directory(arguments, model)
-    sessions = arguments.sessions or str(directory / SESSIONS)
-    aside = _set_aside(directory) if arguments.fresh else None
-    store = StateStore(str(directory / STATE), model=model.label)
-    try:
-        desired = _resumable(store, directory, starts_workers)
-        yield GatewayState(
-            store, sessions, directory, desired.version, desired.checkpoint, set_aside=aside
-        )
-    finally:
-        store.close()
+    shared_url = arguments.store or settings.store
+    if shared_url is not None:
+        check_shared(shared_url, arguments, settings)
+        async with open_store(shared_url) as store:
+            if store.keys is not None:
+                await store.keys.follow()
+            yield GatewayState(store)
+    elif arguments.state_dir == MEMORY or (
+        arguments.state_dir is None and arguments.sessions == MEMORY
+    ):
+        async with open_store(sqlite_url(None, arguments.sessions)) as store:
+            yield GatewayState(store)
+    else:
+        model = await source.identity()
+        directory = _make_directory(arguments, model)
+        aside = _set_aside(directory) if arguments.fresh else None
+        url = sqlite_url(directory, arguments.sessions)
+        async with open_store(url, model=model.label) as store:
+            desired = await _resumable(store.control, directory, source.starts_workers)
+            yield GatewayState(store, directory, desired.version, desired.checkpoint, aside)
 
 
 def _make_directory(arguments: GatewayArguments, model: ModelIdentity) -> Path:
@@ -97,17 +99,17 @@ def _make_directory(arguments: GatewayArguments, model: ModelIdentity) -> Path:
 
 
 def _set_aside(directory: Path) -> Path | None:
-    """Moves the state and the sessions into a new directory; nothing is deleted."""
+    """Move the state and the sessions into a new directory; nothing is deleted."""
     files = [
         directory / (name + ending)
-        for name in (STATE, SESSIONS)
+        for name in (STATE_FILE, SESSION_FILE)
         for ending in SQLITE_FILES
         if (directory / (name + ending)).exists()
     ]
     if not files:
         return None
     with ExitStack() as stack:
-        for name in (STATE, SESSIONS):
+        for name in (STATE_FILE, SESSION_FILE):
             stack.enter_context(FileLock(directory / name, way_out=WAY_OUT))
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         aside = directory / f"before-{stamp}"
@@ -119,9 +121,9 @@ def _set_aside(directory: Path) -> Path | None:
     return aside
 
 
-def _resumable(store: StateStore, directory: Path, starts_workers: bool) -> Desired:
-    """The state to resume. Raises when new workers could not be brought to it."""
-    desired = store.desired()
+async def _resumable(control: ControlStore, directory: Path, starts_workers: bool) -> Desired:
+    """Return the state to resume. Raises when new workers could not be brought to it."""
+    desired = await control.desired()
     if starts_workers and desired.checkpoint is None:
         if len(desired.agreed) > 1:
             raise Conflict(
@@ -131,10 +133,10 @@ def _resumable(store: StateStore, directory: Path, starts_workers: bool) -> Desi
                 param="state_dir",
             )
         if not desired.adapters:
-            # The weights were never updated, so the fleet accepts what the workers start with now:
-            # their logprobs may differ from the last run's, as another machine may compute them.
+            # The weights were never updated, so the fleet accepts what the workers start with now.
+            # Their logprobs may differ from the last run's if another machine computes them.
             desired = Desired()
-            store.save(desired)
+            await control.save(desired)
     if (missing := _missing(desired)) is not None:
         what, file = missing
         if starts_workers:
@@ -148,7 +150,7 @@ def _resumable(store: StateStore, directory: Path, starts_workers: bool) -> Desi
 
 
 def _missing(desired: Desired) -> tuple[str, Path] | None:
-    """The weights or adapter that cannot be loaded any more, and the first missing file."""
+    """Return the weights or adapter that cannot be loaded, and the first missing file."""
     if desired.checkpoint is not None:
         file = _missing_file(Path(desired.checkpoint))
         if file is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lockstep.gateway.key_file import TINKER_PREFIX
+from lockstep.storage.api_keys import TINKER_PREFIX
 
 if TYPE_CHECKING:
     from lockstep.gateway.app import Attachment, GatewayOptions

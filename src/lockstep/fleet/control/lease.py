@@ -1,4 +1,4 @@
-"""The lease of a pause: it ends by itself when nobody comes back to end or renew it."""
+"""The lease of a pause, which ends by itself unless it is renewed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from time import time
 from lockstep.tokens.errors import LockstepError
 
 log = logging.getLogger(__name__)
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 
 
 class Lease:
-    """Calls `end` with the time it watched for, once that has come; again while that fails."""
+    """A timer that calls `end` with its Unix time, and retries every second while that fails."""
 
     def __init__(self, end: Callable[[float], Awaitable[None]]) -> None:
         self._end = end
         self._task: asyncio.Task[None] | None = None
 
     def watch(self, until: float | None, longest: float | None = None) -> None:
-        """Watches for this Unix time instead of the one before; None: for nothing.
+        """Set the timer to a Unix time, or clear it with None.
 
-        It never waits more than `longest` seconds: the clock may have been set back since.
+        It waits at most `longest` seconds, in case the clock was set back.
         """
         if self._task is not None:
             self._task.cancel()
@@ -39,8 +39,8 @@ class Lease:
             try:
                 return await self._end(until)
             except LockstepError as error:
-                log.warning("a pause could not be ended yet: %s", error.message)
+                log.warning("pause not ended at the end of its lease, retrying: %s", error.message)
             except Exception:
-                # Whatever it was, a fleet that stays paused for ever is worse than trying again.
-                log.exception("a pause could not be ended yet")
-            await asyncio.sleep(AGAIN_SECONDS)
+                # Any error: a fleet that stays paused for ever is worse than a retry.
+                log.exception("pause not ended at the end of its lease, retrying")
+            await asyncio.sleep(RETRY_SECONDS)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from time import time
 
-from lockstep.fleet.control.store import ControlStore
+from lockstep.storage.protocols import ControlStore
 from lockstep.tokens.errors import BY_CODE, Busy, Conflict, LockstepError, Superseded, Unavailable
 from lockstep.tokens.operation import Operation
 

@@ -9,7 +9,6 @@ import msgspec
 
 from lockstep.checkpoint.probe import Probe
 from lockstep.checkpoint.validate import resolve
-from lockstep.fleet.control.desired import AdapterSpec, Reference
 from lockstep.fleet.fan_out import Failures, quarantine_failed, run_phase
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.state import FleetState
@@ -25,6 +24,7 @@ from lockstep.fleet.update.proof import (
 )
 from lockstep.fleet.update.transaction import is_lost
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import AdapterSpec, Reference
 from lockstep.tokens.errors import Conflict, LockstepError, NotFound, UpdateFailed
 from lockstep.tokens.operation import Operation
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.backends.admin import Source, WorkerView
-from lockstep.fleet.control.desired import AdapterSpec, Desired, Reference
 from lockstep.fleet.update.judgement import Witness, judge
 from lockstep.fleet.update.proof import contents_of, match, scores_of
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import AdapterSpec, Desired, Reference
 from lockstep.tokens.errors import Conflict, Disproved
 
 Adopt = Callable[[Worker, WorkerView], Awaitable[Desired]]

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint.probe import compare
-from lockstep.fleet.control.desired import Closeness, Reference
+from lockstep.storage.desired_state import Closeness, Reference
 from lockstep.tokens.errors import Disproved
 from lockstep.tokens.operation import Evidence
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from lockstep import tracing
 from lockstep.backends.admin import Source
 from lockstep.checkpoint.validate import Checkpoint, ModelSignature, resolve
-from lockstep.fleet.control.desired import Desired
 from lockstep.fleet.update.proof import Proof, reference_of
+from lockstep.storage.desired_state import Desired
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError
 from lockstep.tokens.versions import MAX_LABEL
 

@@ -18,10 +18,10 @@ import msgspec
 from lockstep.backends.admin import ProbesStaged, TellsContents, WeightContents
 from lockstep.checkpoint.digest import SCHEME, combined, differing
 from lockstep.checkpoint.probe import Probe, builtin, compare
-from lockstep.fleet.control.desired import Closeness, Reference
 from lockstep.fleet.fan_out import Failures, PhaseBudgets, run_phase
 from lockstep.fleet.update.judgement import Contents, Judgement, Witness, judge
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Closeness, Reference
 from lockstep.tokens.errors import Conflict, Disproved
 from lockstep.tokens.operation import Evidence, Operation, WorkerResult
 

@@ -9,10 +9,10 @@ wait, and none is lost.
 from __future__ import annotations
 
 from lockstep.backends.admin import Fenced
-from lockstep.fleet.control.desired import Desired
 from lockstep.fleet.fan_out import PhaseBudgets, Quarantine, run_phase
 from lockstep.fleet.update.bring_up import restore
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Desired
 from lockstep.tokens.errors import Conflict
 from lockstep.tokens.operation import Operation
 

@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter
 
 from lockstep.backends.admin import PauseMode, Source
-from lockstep.fleet.control.desired import Reference
 from lockstep.fleet.fan_out import (
     Failures,
     PhaseBudgets,
@@ -30,6 +29,7 @@ from lockstep.fleet.fan_out import (
 )
 from lockstep.fleet.update.proof import Proof
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Reference
 from lockstep.tokens.errors import (
     CheckpointError,
     ContractError,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.backends.admin import PauseMode, Source
-from lockstep.fleet.control.desired import Reference
 from lockstep.fleet.replica import Replica
 from lockstep.fleet.state import FleetState
 from lockstep.fleet.update.adapter_changes import AdapterChanges
@@ -14,6 +13,7 @@ from lockstep.fleet.update.new_weights import NewWeights, WeightReader
 from lockstep.fleet.update.recovery import workers_to_update
 from lockstep.fleet.update.transaction import Transaction
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Reference
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.operation import Operation
 from lockstep.tokens.versions import check_label

@@ -15,7 +15,7 @@ from lockstep.gateway.routes.sessions import (
     SessionPage,
     SessionView,
 )
-from lockstep.gateway.sessions.entry import SessionInfo
+from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.protocol.control import fleet as wire
 from lockstep.protocol.control.sessions import FinishSession, MintedSession, MintSession
 from lockstep.tokens.lineage import WEIGHTS

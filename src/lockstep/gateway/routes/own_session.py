@@ -9,7 +9,7 @@ from starlette.routing import Route
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.routes.sessions import SessionView, session_response
-from lockstep.gateway.sessions.entry import SessionInfo
+from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.gateway.tenants import ANYBODY, caller_of
 from lockstep.http.handlers import json_response
 from lockstep.tokens.errors import BadRequest, Forbidden

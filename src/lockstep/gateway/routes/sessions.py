@@ -14,14 +14,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.gateway.context import GatewayContext, check_session_id, request_id
-from lockstep.gateway.sessions.entry import SessionInfo
+from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.gateway.tenants import check_tenant, full_name
+from lockstep.gateway.tenants import full_name
 from lockstep.http.body import read_json
 from lockstep.http.handlers import json_response
 from lockstep.protocol.common.request import MAX_SALT
 from lockstep.protocol.control.sessions import FinishSession, MintedSession, MintSession
 from lockstep.protocol.json.strict import decode
+from lockstep.storage.api_keys import check_tenant
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 

@@ -1,4 +1,4 @@
-"""The sessions in memory: the most recently used ones up to a limit of bytes, each only once."""
+"""The sessions in memory: the most recently used ones, up to a limit of bytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
-from lockstep.gateway.sessions.entry import SessionEntry
 from lockstep.ledger import Ledger, PromptPlan
+from lockstep.storage.session_entry import SessionEntry
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import LockstepError
 
-PER_SESSION = 2000
-"""What a session costs in memory beside its turns, measured; for the accounting only."""
-PER_BREAK = 100
+SESSION_BYTES = 2000
+"""Memory of a session beside its turns, as measured; for accounting only."""
+BREAK_BYTES = 100
 
 
 class WaitingTurn(NamedTuple):
-    """The choices of a reply that are to be stored; `stored` is done when they are."""
+    """Choices of a reply that wait to be stored; `stored` gets their number when they are."""
 
     plan: PromptPlan
     choices: Sequence[tuple[Completion, Any]]
@@ -27,11 +27,11 @@ class WaitingTurn(NamedTuple):
 
 
 class CachedSession:
-    """A session in memory. A request that uses it holds a reference, which keeps it the only one
+    """A session in memory. Requests that use it hold a reference, which keeps it the only object
     of its name.
 
-    `ended` is why it takes no more turns: it was deleted. `waiting` are turns that nobody writes
-    yet, `writing` writes those before them.
+    `ended` is the error for requests that still use it after it was deleted. `waiting` are turns to
+    be written after those that the task `writing` is writing.
     """
 
     __slots__ = (
@@ -52,7 +52,7 @@ class CachedSession:
         self.unsaved_breaks: list[tuple[bytes, str]] = []
         self.waiting: list[WaitingTurn] = []
         self.writing: asyncio.Task[None] | None = None
-        # Not a method of this object: the ledger must not keep it alive.
+        # Not a bound method of this object, through which the ledger would keep it alive.
         ledger.on_break = self.unsaved_breaks.append
 
     @property
@@ -61,23 +61,24 @@ class CachedSession:
 
     @property
     def nbytes(self) -> int:
+        """Size of the session, as its limits count it."""
         ledger = self.ledger
-        return ledger.nbytes + PER_SESSION + PER_BREAK * ledger.break_counts.total()
+        return ledger.nbytes + SESSION_BYTES + BREAK_BYTES * ledger.break_counts.total()
 
     def check_alive(self) -> None:
-        """Raises why the session ended, if it did."""
+        """Raise the error of a session that has ended."""
         if (error := self.ended) is not None:
             raise type(error)(error.message, param=error.param)
 
     def __del__(self) -> None:
-        # Turns refer to their parent and their children; without this they would stay in memory
-        # until the garbage collector runs.
+        # Turns and their children refer to each other. Breaking the cycles frees an evicted session
+        # at once, instead of at the next run of the garbage collector.
         for node in self.ledger.nodes:
             node.children.clear()
 
 
 class SessionCache:
-    """The most recently used sessions, up to `limit` bytes, and those that requests hold."""
+    """The most recently used sessions, up to `limit` bytes, and all sessions that requests hold."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -89,26 +90,28 @@ class SessionCache:
 
     @property
     def without_turns(self) -> int:
-        """How many sessions have requests but no turn yet; they go when the requests go."""
+        """Number of sessions with requests but no turn yet; they vanish with their requests."""
         return len(self._without_turns)
 
     def __len__(self) -> int:
         return len(self._recent)
 
     def find(self, name: str) -> CachedSession | None:
+        """Return a session in memory, or None."""
         session = self._held.get(name)
         if session is not None:
             self.touch(session)
         return session
 
     def add(self, session: CachedSession) -> None:
+        """Add a session that was loaded or begun."""
         self._held[session.name] = session
         if not session.entry.turns:
             self._without_turns.add(session)
         self.touch(session)
 
     def touch(self, session: CachedSession) -> None:
-        """Makes it the most recent, counts how it has grown, and evicts others past the limit."""
+        """Make a session the most recent, count its growth, and evict others past the limit."""
         if self._held.get(session.name) is not session or not session.entry.turns:
             return
         self._without_turns.discard(session)
@@ -126,7 +129,7 @@ class SessionCache:
             self.evicted += 1
 
     def drop(self, session: CachedSession, error: LockstepError) -> None:
-        """Ends it with that error for the requests that hold it, and frees its name."""
+        """End a session with an error for the requests that hold it, and free its name."""
         session.ended = error
         self._without_turns.discard(session)
         if self._held.get(session.name) is session:
@@ -136,7 +139,7 @@ class SessionCache:
             self.nbytes -= session.counted_bytes
 
     def release(self, name: str) -> bool:
-        """Removes an idle session from memory; False when a request holds it."""
+        """Remove an idle session from memory; return False while a request holds it."""
         session = self._recent.pop(name, None)
         if session is not None:
             self.nbytes -= session.counted_bytes

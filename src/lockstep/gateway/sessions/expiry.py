@@ -1,15 +1,16 @@
-"""The end of sessions: deleted on request, or expired after a time without requests."""
+"""Deletion of sessions: on request, or after a time without requests."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 
 from lockstep.gateway.sessions.cache import SessionCache
-from lockstep.gateway.sessions.entry import SessionEntry
 from lockstep.gateway.sessions.limits import SessionCounts
-from lockstep.gateway.sessions.service_clock import ServiceClock
-from lockstep.gateway.sessions.store.interface import SessionStore
+from lockstep.storage.protocols import SessionStore
+from lockstep.storage.session_entry import SessionEntry
 from lockstep.tokens.errors import Conflict, LockstepError
 
 log = logging.getLogger(__name__)
@@ -17,15 +18,35 @@ TTL_SECONDS = 86400.0
 SWEEP_SECONDS = 60.0
 CLOCK_SECONDS = 10.0
 """How often gateways of one store agree on the service clock and read the totals."""
-SWEPT_AT_ONCE = 200
-"""Sessions deleted in one transaction at most: turns that are committed wait for it."""
+SWEEP_BATCH = 200
+"""Most sessions deleted in one transaction: commits of turns wait for it."""
+
+
+class ServiceClock:
+    """Seconds for which gateways have served a store, over all their restarts.
+
+    It advances only while a gateway runs, so that neither a changed time of day nor a night
+    switched off makes sessions look unused.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._offset = 0.0
+
+    def restore(self, seconds: float) -> None:
+        """Continue from a stored time."""
+        self._offset = seconds - self._monotonic()
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return self._monotonic() + self._offset
 
 
 class SessionExpiry:
     """Deletes sessions from the store and the cache.
 
-    A session expires when it was not used for `ttl_seconds` of the service clock and its samples
-    were read since its last turn, or when `expire_unread` is set.
+    A session expires after `ttl_seconds` of the service clock without a request, if its samples
+    were read since its last turn or `expire_unread` is set.
     """
 
     def __init__(
@@ -42,7 +63,7 @@ class SessionExpiry:
         self._ttl, self._expire_unread, self._clock = ttl_seconds, expire_unread, clock
 
     async def delete(self, entry: SessionEntry) -> None:
-        """Deletes one session; a request in flight gets a Conflict."""
+        """Delete one session; requests that are using it get a Conflict."""
         if (session := self._cache.find(entry.name)) is not None:
             reason = f"session {entry.name!r} was deleted"
             self._cache.drop(session, Conflict(reason, param="x-session-id"))
@@ -50,17 +71,18 @@ class SessionExpiry:
         self._counts.deleted += 1
 
     async def sweep(self) -> int:
-        """Deletes the sessions that have expired; how many."""
+        """Delete the sessions that have expired; return their number."""
         count = 0
         since = self._clock.now() - self._ttl
         while expired := await self._store.expire(
-            since, self._expire_unread, self._cache.release, SWEPT_AT_ONCE
+            since, self._expire_unread, self._cache.release, SWEEP_BATCH
         ):
             self._counts.expired += len(expired)
             count += len(expired)
         return count
 
     async def sweep_for_ever(self) -> None:
+        """Sweep every minute, and save the clock and read the totals every 10 s."""
         swept = self._clock.now()
         while True:
             await asyncio.sleep(min(CLOCK_SECONDS, self._ttl))
@@ -69,7 +91,7 @@ class SessionExpiry:
                 if self._clock.now() - swept >= min(SWEEP_SECONDS, self._ttl):
                     swept = self._clock.now()
                     await self.sweep()
-                # Last, so that a count that takes too long keeps no session from its end.
+                # Last: a count that times out must not keep sessions from expiring.
                 await self._store.refresh_totals()
             except LockstepError as error:
                 log.warning(
@@ -78,7 +100,7 @@ class SessionExpiry:
                 )  # fmt: skip
 
     async def save_clock(self) -> None:
-        """Stores the service clock, and goes on from a later one that it had there."""
+        """Store the service clock; continue from the stored one if another gateway's is later."""
         now = self._clock.now()
         stored = await self._store.save_clock(now)
         if stored > now:

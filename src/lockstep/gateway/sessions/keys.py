@@ -1,4 +1,4 @@
-"""Keys that are minted for one session each, and the end of a session with a reward."""
+"""Keys that are minted for one session each, and the end of sessions with a reward."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Callable
 import msgspec
 
 from lockstep.gateway.sessions.cache import SessionCache
-from lockstep.gateway.sessions.entry import SessionEntry
-from lockstep.gateway.sessions.service_clock import ServiceClock
-from lockstep.gateway.sessions.store.interface import SessionStore, require_session
-from lockstep.gateway.sessions.terms import SessionTerms
+from lockstep.gateway.sessions.expiry import ServiceClock
+from lockstep.gateway.sessions.loading import find_session
 from lockstep.http.auth import key_digest
+from lockstep.storage.protocols import SessionStore
+from lockstep.storage.session_entry import SessionEntry, SessionTerms
 from lockstep.tokens.errors import Conflict
 
 PREFIX = "ls-"
-"""Begins every key of a session, so that one that has ended is never taken for no key at all."""
-LOOK_SECONDS = 1.0
-"""How often whoever waits for an end looks by themselves."""
+"""Prefix of session keys, so that an expired one is recognised and rejected."""
+POLL_SECONDS = 1.0
+"""Seconds between looks at a session whose end is awaited."""
 
 
 class SessionKeys:
-    """Mints keys for sessions, finds sessions by their keys, and ends sessions."""
+    """Mints keys for sessions, finds sessions by key, and ends sessions."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class SessionKeys:
         self._waiting: dict[str, set[asyncio.Event]] = {}
 
     async def find(self, digest: bytes) -> tuple[str, SessionTerms] | None:
-        """The session whose key has this digest, by name, and its terms; None once it has ended."""
+        """Return name and terms of the session whose key has this digest; None once it expired."""
         entry = await self._store.find_key(digest)
         if entry is None or entry.terms is None:
             return None
@@ -58,9 +58,10 @@ class SessionKeys:
         max_tokens: int | None = None,
         cache_salt: str | None = None,
     ) -> tuple[str, str]:
-        """Begins a session; its key and the key's short id. Only the digest of the key is kept.
+        """Create a session with a key; return the key and its short id.
 
-        Raises Conflict when there is such a session, Busy when there may not be one more.
+        Only the digest of the key is stored. Raises Conflict when the name is taken, Busy at the
+        limit of sessions.
         """
         self._check_room()
         key, key_id = PREFIX + secrets.token_urlsafe(32), f"session-{secrets.token_hex(4)}"
@@ -73,43 +74,48 @@ class SessionKeys:
             max_calls=max_calls,
             max_tokens=max_tokens,
         )
-        entry = self._store.new_entry(name, b"", self._clock(), now, terms)
-        # A session that has requests but no turn yet is in the cache only.
+        time = self._clock()
+        entry = SessionEntry(None, name, b"", time, time, now, terms=terms)
+        # A session that has requests but no turn yet is only in the cache.
         if self._cache.find(name) is not None or not await self._store.create(entry):
             raise Conflict(f"there is a session {name!r} already: choose another id", param="id")
         return key, key_id
 
     async def finish(self, name: str, reward: float | None) -> None:
-        """Ends a session: it takes no more turns, and has that reward.
+        """End a session with a reward: it takes no more turns.
 
-        To finish it again with the same reward changes nothing. Raises NotFound, and Conflict for
+        Finishing it again with the same reward changes nothing. Raises NotFound, and Conflict for
         another reward.
         """
 
-        def finished(terms: SessionTerms) -> SessionTerms:
+        def finish(terms: SessionTerms) -> SessionTerms:
             if terms.finished and terms.reward != reward:
                 raise Conflict(
                     f"session {name!r} is finished with reward {terms.reward}, not {reward}",
                     param="reward",
                 )
-            noted = terms if terms.end(*self._times()) else terms.ended("finish", self._clock())
-            return msgspec.structs.replace(noted, finished=True, reward=reward)
+            if terms.end(*self._times()) is None:
+                terms = terms.with_end("finish", self._clock())
+            return msgspec.structs.replace(terms, finished=True, reward=reward)
 
-        await self._change(await self._whole(name), finished)
+        await self._change(await self._find_readable(name), finish)
 
     async def leave(self, name: str) -> None:
-        """Ends a session on the word of its own key: it takes no more turns. A reward is not the
-        harness's to give: the trainer may still finish it with one. Raises NotFound."""
+        """End a session on request of its own key: it takes no more turns.
 
-        def left(terms: SessionTerms) -> SessionTerms:
+        The harness gives no reward; the trainer may still finish the session with one. Raises
+        NotFound.
+        """
+
+        def leave(terms: SessionTerms) -> SessionTerms:
             if terms.end(*self._times()) is not None:
                 return terms
-            return terms.ended("harness", self._clock())
+            return terms.with_end("harness", self._clock())
 
-        await self._change(await self._whole(name), left)
+        await self._change(await self._find_readable(name), leave)
 
     async def wait(self, name: str, seconds: float) -> None:
-        """Returns when the session has ended or is gone, or after so long."""
+        """Wait up to `seconds` for the end or the deletion of a session."""
         loop = asyncio.get_running_loop()
         until, woken = loop.time() + seconds, asyncio.Event()
         self._waiting.setdefault(name, set()).add(woken)
@@ -119,26 +125,25 @@ class SessionKeys:
                 terms = None if entry is None else entry.terms
                 if entry is None or (terms is not None and terms.end(*self._times()) is not None):
                     return
-                # Looked at now and then: `seconds` run out without anybody doing anything, and
-                # another gateway may end it.
+                # Polled as well: a key expires without an event, and another gateway may end it.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), min(left, LOOK_SECONDS))
+                    await asyncio.wait_for(woken.wait(), min(left, POLL_SECONDS))
                 woken.clear()
         finally:
             self._waiting[name].discard(woken)
             if not self._waiting[name]:
                 del self._waiting[name]
 
-    async def note_used_up(self, entry: SessionEntry) -> None:
-        """Notes that the budget is used, if it is."""
+    async def end_if_exhausted(self, entry: SessionEntry) -> None:
+        """Store the end of a session whose budget is used up."""
         terms = entry.terms
-        if terms is None or terms.ended_by is not None or (by := terms.used_up()) is None:
+        if terms is None or terms.ended_by is not None or (by := terms.exhausted()) is None:
             return
-        await self._change(entry, lambda terms: terms.ended(by, self._clock()))
+        await self._change(entry, lambda terms: terms.with_end(by, self._clock()))
 
-    async def _whole(self, name: str) -> SessionEntry:
-        entry = await require_session(self._store, name)
-        entry.check_whole()
+    async def _find_readable(self, name: str) -> SessionEntry:
+        entry = await find_session(self._store, name)
+        entry.check_readable()
         return entry
 
     def _times(self) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Sessions from the store into memory, and up to date where other gateways store turns too."""
+"""Loads sessions from the store into the cache, and adds turns that other gateways stored."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ import asyncio
 from lockstep.gateway.sessions.cache import CachedSession, SessionCache
 from lockstep.gateway.sessions.limits import SessionCounts
 from lockstep.gateway.sessions.samples import reading_back
-from lockstep.gateway.sessions.store.interface import SessionStore
-from lockstep.gateway.sessions.writes import SessionWrites
 from lockstep.ledger import Ledger
 from lockstep.render import Renderer
-from lockstep.tokens.errors import Conflict
+from lockstep.storage.protocols import LoadedSession, SessionStore
+from lockstep.storage.session_entry import SessionEntry
+from lockstep.tokens.errors import Conflict, NotFound
 
 
 class SessionLoader:
     """Puts stored sessions into the cache, each once however many requests wait for it."""
 
-    def __init__(
-        self, store: SessionStore, cache: SessionCache, writes: SessionWrites, counts: SessionCounts
-    ) -> None:
-        self._store, self._cache, self._writes, self._counts = store, cache, writes, counts
+    def __init__(self, store: SessionStore, cache: SessionCache, counts: SessionCounts) -> None:
+        self._store, self._cache, self._counts = store, cache, counts
         self._loading: dict[str, asyncio.Task[CachedSession | None]] = {}
 
     async def load(self, name: str, renderer: Renderer) -> CachedSession | None:
-        """The session from the store, now in the cache; None when it is not there."""
+        """Load a session into the cache and return it; None if it is not stored."""
         task = self._loading.get(name)
         if task is None:
             # One task for all requests that wait: a session must not be in memory twice.
@@ -35,11 +33,11 @@ class SessionLoader:
         cached = await asyncio.shield(task)
         if cached is None or not self._store.shared:
             return cached
-        # It was read before this request came, which may know of a later turn.
+        # The read may have begun before a turn that this request's client has already seen.
         return await self.refresh(cached, renderer)
 
     async def _read(self, name: str, renderer: Renderer) -> CachedSession | None:
-        loaded = await self._store.load(name, None, 0)
+        loaded = await self._store.load(name)
         if loaded is None:
             return None
         with reading_back(name):
@@ -52,14 +50,56 @@ class SessionLoader:
         return cached
 
     async def refresh(self, cached: CachedSession, renderer: Renderer) -> CachedSession | None:
-        """The session with the turns that other gateways stored since; None when it is gone."""
+        """Add the turns that other gateways stored; return the session, None if it is deleted."""
         loaded = await self._store.load(cached.name, cached.entry, len(cached.ledger.nodes))
         if loaded is None and cached.entry.id is None:
             return cached
         try:
-            self._writes.take_in(cached, loaded)
+            merge_stored(cached, loaded)
         except Conflict as error:
             self._cache.drop(cached, error)
             return await self.load(cached.name, renderer)
         self._cache.touch(cached)
         return cached
+
+
+def merge_stored(cached: CachedSession, loaded: LoadedSession | None) -> None:
+    """Add turns of other gateways to a cached session.
+
+    Raises Conflict when the session was deleted, or replaced by another one of its name, and
+    Unavailable for turns that cannot be decoded.
+    """
+    entry = cached.entry
+    if loaded is None:
+        raise Conflict(f"session {entry.name!r} was deleted", param="x-session-id")
+    _check_same(entry, loaded.entry)
+    with reading_back(entry.name):
+        cached.ledger.extend(loaded.stored.turns, loaded.start, loaded.stored.breaks)
+    entry.update(loaded.entry)
+
+
+def _check_same(entry: SessionEntry, stored: SessionEntry) -> None:
+    """Raise Conflict when a name belongs to another session than before."""
+    name = entry.name
+    if entry.id is not None and stored.id != entry.id:
+        problem = f"session {name!r} was deleted"
+    elif entry.id is None and stored.terms is not None:
+        problem = f"session {name!r} was begun with a key of its own meanwhile: use another id"
+    elif stored.turns and entry.tokenizer != stored.tokenizer:
+        problem = (
+            f"session {name!r} was recorded with another tokenizer: delete it, or use another id"
+        )
+    else:
+        return
+    raise Conflict(problem, param="x-session-id")
+
+
+async def find_session(store: SessionStore, name: str) -> SessionEntry:
+    """Return the row of a session. Raises NotFound."""
+    entry = await store.find(name)
+    if entry is None:
+        raise NotFound(
+            f"there is no session {name!r}: it was never begun, was deleted, or has expired",
+            param="session_id",
+        )
+    return entry

@@ -1,4 +1,4 @@
-"""Samples of stored turns, and the fingerprint of the tokenizer that their ids belong to."""
+"""Options for samples of stored turns, and fingerprints of the tokenizers of their ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 
 
 class SampleOptions(TypedDict):
-    """Which samples of a session are wanted, and how; see Ledger.samples."""
+    """Options of branch_samples; see Ledger.samples."""
 
     train_aborted: bool
     dedupe: bool
@@ -24,7 +24,7 @@ class SampleOptions(TypedDict):
 
 @contextmanager
 def reading_back(name: str) -> Iterator[None]:
-    """Turns errors in stored turns into Unavailable: they are not the caller's fault."""
+    """Raise Unavailable instead of errors in stored turns, which are not the caller's fault."""
     try:
         yield
     except LockstepError as error:
@@ -32,29 +32,29 @@ def reading_back(name: str) -> Iterator[None]:
 
 
 class TokenizerFingerprints:
-    """Fingerprints of tokenizers, each computed once for all requests that need it."""
+    """Fingerprints of tokenizers, each computed once for all requests that wait for it."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
-        self._making: dict[int, asyncio.Task[bytes]] = {}
+        self._fingerprints: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
+        self._tasks: dict[int, asyncio.Task[bytes]] = {}
 
     async def of(self, renderer: Renderer) -> bytes:
-        """The fingerprint of the renderer's tokenizer."""
-        fingerprint = self._known.get(renderer.tokenizer)
+        """Return the fingerprint of the renderer's tokenizer."""
+        fingerprint = self._fingerprints.get(renderer.tokenizer)
         if fingerprint is None:
             key = id(renderer.tokenizer)
-            task = self._making.get(key)
+            task = self._tasks.get(key)
             if task is None:
-                # A task of its own: the request that came first may be cancelled.
+                # A task of its own: the request that started it may be cancelled.
                 task = asyncio.create_task(self._make(renderer))
-                self._making[key] = task
-                task.add_done_callback(lambda _: self._making.pop(key))
+                self._tasks[key] = task
+                task.add_done_callback(lambda _: self._tasks.pop(key))
             fingerprint = await asyncio.shield(task)
         return fingerprint
 
     async def _make(self, renderer: Renderer) -> bytes:
         fingerprint = await renderer.offload(_fingerprint, renderer.tokenizer)
-        self._known[renderer.tokenizer] = fingerprint
+        self._fingerprints[renderer.tokenizer] = fingerprint
         return fingerprint
 
 

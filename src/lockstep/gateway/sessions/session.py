@@ -1,4 +1,4 @@
-"""A session as one request uses it: where its turn belongs, and the turn when it was sampled."""
+"""A session as one request uses it: it plans a turn, and commits it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A session as one request uses it. Plan and commit with the same one."""
+    """A session as one request uses it. Plan and commit with the same object."""
 
     def __init__(
         self, owner: Sessions, cached: CachedSession, renderer: Renderer, breaks: Breaks
@@ -30,14 +30,14 @@ class Session:
 
     @property
     def strict(self) -> bool:
-        """Whether turns that cannot be in one sample with those before are refused."""
+        """Whether a turn that cannot be in one sample with the turns before is rejected."""
         return self._breaks == "strict"
 
     async def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> PromptPlan:
-        """The prompt for these messages, its ids perhaps undecoded; see Ledger.plan.
+        """Return the prompt for these messages, whose ids may be undecoded; see Ledger.plan.
 
         Raises what that raises, and TooLarge when the session is at its limit of turns or bytes.
-        Limits are checked here and not in `commit`: what was sampled is stored.
+        Limits are checked here and not in `commit`, which stores every turn that was sampled.
         """
         await self._owner.begin_call(self._cached)
         try:
@@ -48,7 +48,7 @@ class Session:
             self._owner.count_breaks(self._cached)
 
     async def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
-        """Where a turn with a prompt of ids belongs; see Ledger.plan_ids. Raises as `plan` does."""
+        """Return the plan for a prompt of ids; see Ledger.plan_ids. Raises what `plan` raises."""
         await self._owner.begin_call(self._cached)
         try:
             return self._cached.ledger.plan_ids(prompt_ids, breaks=self._breaks)
@@ -56,24 +56,24 @@ class Session:
             self._owner.count_breaks(self._cached)
 
     def history(self, request_id: str) -> list[Plain] | None:
-        """The messages up to and with the turn of that request; None when it is not here."""
+        """Return the messages up to and with the turn of a request; None if it is not here."""
         for node in reversed(self._cached.ledger.nodes):
             if node.request_id == request_id:
                 return plain_messages(node.messages())
         return None
 
     async def continue_(self, node: Node) -> PromptPlan:
-        """The prompt that goes on where an aborted turn stopped; see Ledger.continue_."""
+        """Return the prompt that continues an aborted turn; see Ledger.continue_."""
         await self._owner.begin_call(self._cached)
         return self._cached.ledger.continue_(node)
 
     async def commit(self, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]) -> None:
-        """Stores every choice of a reply as a branch: all of them, or none.
+        """Store every choice of a reply as a branch: all of them, or none.
 
-        Returns when they are in the store. Raises what Ledger.commit raises; Conflict when the
-        session was deleted or finished meanwhile; Unavailable when they could not be stored, and
-        then the session is as it was before. (A shared store that went away in the very moment may
-        turn out to have them.) A caller that is cancelled while it waits stores them too.
+        They are durable when this returns. Raises what Ledger.commit raises; Conflict when the
+        session was deleted or finished in the meantime; Unavailable when they could not be stored,
+        and then the session is unchanged. (If a shared store fails during the commit itself, it
+        may turn out to have them.) Cancelling the caller does not undo the write.
         """
         if (tracer := tracing.active) is None:
             await self._owner.store(self._cached, plan, choices)

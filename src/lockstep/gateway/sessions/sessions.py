@@ -1,4 +1,4 @@
-"""The sessions of a gateway: each a ledger of turns, kept in a store and cached in memory."""
+"""The sessions of a gateway: each a ledger of turns, in a store and cached in memory."""
 
 from __future__ import annotations
 
@@ -13,30 +13,22 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.gateway.sessions.cache import CachedSession, SessionCache
-from lockstep.gateway.sessions.entry import SessionEntry, SessionInfo
-from lockstep.gateway.sessions.expiry import TTL_SECONDS, SessionExpiry
+from lockstep.gateway.sessions.expiry import TTL_SECONDS, ServiceClock, SessionExpiry
+from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.gateway.sessions.keys import SessionKeys
-from lockstep.gateway.sessions.limits import SessionCounts, SessionLimits
-from lockstep.gateway.sessions.loading import SessionLoader
-from lockstep.gateway.sessions.samples import (
-    SampleOptions,
-    TokenizerFingerprints,
-    reading_back,
-)
-from lockstep.gateway.sessions.service_clock import ServiceClock
+from lockstep.gateway.sessions.limits import SESSION_LIMITS, SessionCounts, SessionLimits
+from lockstep.gateway.sessions.loading import SessionLoader, find_session
+from lockstep.gateway.sessions.samples import SampleOptions, TokenizerFingerprints, reading_back
 from lockstep.gateway.sessions.session import Session
-from lockstep.gateway.sessions.store.interface import (
-    SessionStore,
-    StoredSession,
-    require_session,
-)
-from lockstep.gateway.sessions.store.sqlite import SqliteSessionStore
 from lockstep.gateway.sessions.writes import SessionWrites
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.ledger.branch_sample import branch_samples
 from lockstep.ledger.breaks import GATEWAY_BREAKS
 from lockstep.ledger.codec import load_turns
 from lockstep.render import Renderer
+from lockstep.storage.protocols import SessionStore, StoredSession
+from lockstep.storage.session_entry import SessionEntry
+from lockstep.storage.sqlite.sessions import SqliteSessionStore
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import Conflict, LockstepError, NotFound, Unavailable
 
@@ -44,40 +36,28 @@ log = logging.getLogger(__name__)
 
 
 class Sessions:
-    """Every session by its id, kept in `store`: an SQLite file by its path, "memory", or a
-    SessionStore that several gateways may share.
+    """All sessions of a store, by id; the store is in memory by default.
 
-    Sessions are deleted on request or when they expire (see SessionExpiry), and for no other
-    reason: at a limit, what is new is refused. `max_sessions` and `max_bytes_total` refuse with
-    Busy, `max_turns` and `max_bytes_per_session` with TooLarge. `cache_bytes` is how much of the
-    stored sessions is in memory.
+    Sessions are deleted on request or when they expire (see SessionExpiry), and never to make
+    room: past a limit, new sessions and turns are rejected.
     """
 
     def __init__(
         self,
-        store: str | SessionStore = "memory",
+        store: SessionStore | None = None,
         *,
         ttl_seconds: float = TTL_SECONDS,
         expire_unread: bool = False,
-        max_sessions: int = 100_000,
-        max_turns: int = 1000,
-        max_bytes_per_session: int = 256 << 20,
-        max_bytes_total: int = 32 << 30,
-        cache_bytes: int = 256 << 20,
+        limits: SessionLimits = SESSION_LIMITS,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = SessionCounts()
-        self.cache = SessionCache(cache_bytes)
-        self._limits = SessionLimits(
-            sessions=max_sessions,
-            turns=max_turns,
-            bytes_per_session=max_bytes_per_session,
-            bytes_total=max_bytes_total,
-        )
+        self.cache = SessionCache(limits.session_cache_bytes)
+        self._limits = limits
         self._clock = clock
         self._service_clock = ServiceClock(monotonic)
-        self._store = SqliteSessionStore(store) if isinstance(store, str) else store
+        self._store = store or SqliteSessionStore()
         self._expiry = SessionExpiry(
             self._store,
             self.cache,
@@ -94,7 +74,7 @@ class Sessions:
             check_room=self._check_room,
         )
         self._writes = SessionWrites(self._store, self.cache, self.keys, self.counts)
-        self._loader = SessionLoader(self._store, self.cache, self._writes, self.counts)
+        self._loader = SessionLoader(self._store, self.cache, self.counts)
         self._fingerprints = TokenizerFingerprints()
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -114,7 +94,7 @@ class Sessions:
             with suppress(asyncio.CancelledError):
                 await self._sweeping
         await self._writes.stop()
-        with suppress(LockstepError):  # the clock then goes on from the last sweep
+        with suppress(LockstepError):  # the clock then continues from the last sweep
             await self._expiry.save_clock()
         await self._store.stop()
 
@@ -123,11 +103,11 @@ class Sessions:
 
     @property
     def secret(self) -> bytes:
-        """A secret that every gateway of the store shares."""
+        """A secret that all gateways on the store share."""
         return self._store.secret
 
     def stats(self) -> dict[str, int]:
-        """Sizes now and counts since the start, by the name of their metric."""
+        """Return current sizes and counts since the start, by the names of their metrics."""
         totals = self._store.totals()
         return {
             "live": totals.sessions,
@@ -146,10 +126,10 @@ class Sessions:
         breaks: Breaks = GATEWAY_BREAKS,
         begun: bool = False,
     ) -> Session:
-        """The session of that id, from memory, from the store, or new unless it must have `begun`.
+        """Return a session from memory or from the store, or a new one.
 
-        Raises Busy when there may not be one more, and Conflict when its turns are of another
-        tokenizer: their ids would mean something else.
+        With `begun` it must exist: Conflict otherwise. Raises Busy at the limit of sessions, and
+        Conflict when its turns are of another tokenizer, in which their ids mean something else.
         """
         tokenizer = await self._fingerprints.of(renderer)
         cached = self.cache.find(session_id)
@@ -183,13 +163,13 @@ class Sessions:
         weights: str | None = None,
         by_trainer: bool = True,
     ) -> list[Sample]:
-        """The samples of every branch; see Ledger.samples. Raises NotFound and what that raises.
+        """Return the samples of every branch; see Ledger.samples. Raises NotFound and what that
+        raises.
 
-        Read by the trainer, the turns so far then count as read: the session may expire until
-        there are more.
+        With `by_trainer`, the turns count as read, so that the session may expire.
         """
-        entry = await require_session(self._store, session_id)
-        entry.check_whole()
+        entry = await find_session(self._store, session_id)
+        entry.check_readable()
         options = SampleOptions(
             train_aborted=train_aborted, dedupe=dedupe, kinds=kinds, weights=weights
         )
@@ -204,18 +184,18 @@ class Sessions:
         return samples
 
     async def turns(self, session_id: str) -> tuple[list[Node], Counter[str]]:
-        """Every turn of a session and its prefix breaks by cause; it does not count as read.
+        """Return every turn of a session and its prefix breaks by cause, without marking it read.
 
-        Raises NotFound, and Unavailable when it cannot be read back.
+        Raises NotFound, and Unavailable when the turns cannot be decoded.
         """
-        entry = await require_session(self._store, session_id)
-        entry.check_whole()
+        entry = await find_session(self._store, session_id)
+        entry.check_readable()
         return await self._turns(entry)
 
     async def _turns(self, entry: SessionEntry) -> tuple[list[Node], Counter[str]]:
         cached = self.cache.find(entry.name)
         if cached is not None:
-            await self._writes.settled(cached)
+            await self._writes.wait(cached)
         if cached is not None and not self._store.shared:
             cached.check_alive()
             return cached.ledger.nodes[:], cached.ledger.break_counts.copy()
@@ -225,7 +205,7 @@ class Sessions:
         return [node for node, _ in turns], Counter(cause for _, cause in stored.breaks)
 
     async def _stored(self, entry: SessionEntry) -> StoredSession:
-        loaded = await self._store.load(entry.name, None, 0)
+        loaded = await self._store.load(entry.name)
         if loaded is None or loaded.entry.id != entry.id:
             raise NotFound(f"session {entry.name!r} was deleted meanwhile", param="session_id")
         return loaded.stored
@@ -235,19 +215,19 @@ class Sessions:
             return
         try:
             await self._store.mark_read(entry, turns)
-        except Unavailable as error:  # the samples are right; only the session is kept for longer
+        except Unavailable as error:  # the samples are right; the session only expires later
             log.warning(
-                "session %r is not marked as read, so it will not expire until its samples are "
-                "read again: %s", entry.name, error.message,
+                "session %r could not be marked as read, and will not expire until its samples "
+                "are read again: %s", entry.name, error.message,
             )  # fmt: skip
 
     async def info(self, session_id: str) -> SessionInfo:
-        """The session at a glance. Raises NotFound."""
-        entry = await require_session(self._store, session_id)
+        """Return a session without its turns. Raises NotFound."""
+        entry = await find_session(self._store, session_id)
         return SessionInfo.of(entry, self._service_clock.now(), self._clock())
 
     async def page(self, *, after: str = "", limit: int = 100) -> list[SessionInfo]:
-        """Sessions in the order of their ids, those after one id."""
+        """Return sessions with ids greater than `after`, ordered by id."""
         entries = await self._store.page(after, limit)
         now, time_of_day = self._service_clock.now(), self._clock()
         return [SessionInfo.of(entry, now, time_of_day) for entry in entries]
@@ -255,26 +235,26 @@ class Sessions:
     async def latest(
         self, wanted: Callable[[str], bool], *, limit: int, offset: int = 0
     ) -> tuple[list[str], int]:
-        """Names of sessions that are `wanted`, the last used first, and how many there are."""
+        """Return a page of the names that `wanted` accepts, last used first, and their number."""
         return await self._store.latest(wanted, limit, offset)
 
     async def delete(self, session_id: str) -> None:
-        """Deletes a session and its turns; a request in flight gets a Conflict. Raises NotFound."""
-        entry = await require_session(self._store, session_id)
+        """Delete a session and its turns; requests that use it get a Conflict. Raises NotFound."""
+        entry = await find_session(self._store, session_id)
         await self._expiry.delete(entry)
 
     async def sweep(self) -> int:
-        """Deletes the sessions that have expired; how many."""
+        """Delete the sessions that have expired; return their number."""
         return await self._expiry.sweep()
 
     async def begin_call(self, cached: CachedSession) -> None:
-        """Counts a call. Raises TooLarge or Busy when one more turn is past a limit, Forbidden when
-        it is past the session's budget, Conflict when the session ended."""
+        """Count a call. Raises TooLarge or Busy at a limit, Forbidden when the session's budget is
+        used up, Conflict when the session was deleted."""
         cached.check_alive()
         entry = cached.entry
         if entry.terms is not None:
-            # The last call of a budget may have failed: then it is the next that shows the end.
-            await self.keys.note_used_up(entry)
+            # The last call of a budget may have failed before it stored the end.
+            await self.keys.end_if_exhausted(entry)
             entry.terms.check_budget(entry.name)
         self._limits.check_session(entry.name, entry.turns, entry.bytes, self.counts)
         self._limits.check_all(0, self._store.totals().bytes, self.counts)
@@ -282,13 +262,13 @@ class Sessions:
             await self._store.count_call(entry)
 
     def _check_room(self) -> None:
-        """Raises Busy when there may not be one more session."""
+        """Raise Busy at the limit of sessions."""
         totals = self._store.totals()
         count = totals.sessions + self.cache.without_turns
         self._limits.check_all(count, totals.bytes, self.counts)
 
     def count_breaks(self, cached: CachedSession) -> None:
-        """Counts new breaks, and stores those of a session that is stored."""
+        """Count new breaks, and store those of a stored session."""
         if cached.unsaved_breaks:
             self.counts.breaks.update(cause for _, cause in cached.unsaved_breaks)
             self._writes.save_breaks(cached)
@@ -296,7 +276,7 @@ class Sessions:
     async def store(
         self, cached: CachedSession, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]
     ) -> None:
-        """See Session.commit."""
+        """Store a turn; see Session.commit."""
         self._touch(cached.entry)
         await self._writes.commit(cached, plan, choices)
 
@@ -307,7 +287,7 @@ class Sessions:
         self._check_room()
         self.counts.opened += 1
         now, active = self._clock(), self._service_clock.now()
-        new = self._store.new_entry(name, tokenizer, now, active)
-        cached = CachedSession(new, Ledger(renderer, breaks=GATEWAY_BREAKS))
+        entry = SessionEntry(None, name, tokenizer, now, now, active)
+        cached = CachedSession(entry, Ledger(renderer, breaks=GATEWAY_BREAKS))
         self.cache.add(cached)
         return cached

@@ -1,4 +1,4 @@
-"""A turn whose prompt came as ids, and the session that records it."""
+"""A turn whose prompt is token ids, and the session that stores it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lockstep.ledger.branch_sample import check_comparable
 from lockstep.tokens import Completion, Sampling
 
 UNREAD: dict[str, Any] = {"role": "assistant", "content": ""}
-"""The message of a reply that nobody parses: the turn is found by its ids."""
+"""The message stored for a reply that is not parsed: such a turn is found by its ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTurn:
-    """Where the completions of one prompt will be stored."""
+    """The place in a session where the completions of one prompt are stored."""
 
     session: Session
     plan: PromptPlan
@@ -30,9 +30,9 @@ class TokenTurn:
         sampling: Sampling,
         adapter: str | None,
     ) -> TokenTurn | None:
-        """The turn of a prompt in this session; None without one.
+        """Return the turn of a prompt in a session; None without a session.
 
-        Raises what Session.plan_ids raises, and Conflict where a strict session cannot hold it in
+        Raises what Session.plan_ids raises, and Conflict where a strict session cannot have it in
         one sample with the turns before.
         """
         if session is None:
@@ -48,5 +48,5 @@ class TokenTurn:
         return cls(session, plan)
 
     async def commit(self, completions: Sequence[Completion]) -> None:
-        """Stores the choices, before the client sees them whole; see Session.commit."""
-        await self.session.commit(self.plan, [(each, UNREAD) for each in completions])
+        """Store the choices, before the client gets the end of the response; see Session.commit."""
+        await self.session.commit(self.plan, [(completion, UNREAD) for completion in completions])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVarTuple
 
-from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
-from lockstep.protocol.json.limits import RequestLimits
 from lockstep.tokens.errors import BadRequest
 
 try:
@@ -16,6 +14,7 @@ try:
 except ImportError:  # there is none on Windows
     resource = None  # type: ignore[assignment]
 
+Groups = TypeVarTuple("Groups")
 DESCRIPTORS = 1 << 16
 """File descriptors that a server process asks for, where the system lets it have so many."""
 RESERVED_DESCRIPTORS = 64
@@ -82,33 +81,27 @@ def connections_within(descriptors: int, wanted: int, listeners: int) -> int:
     return min(wanted, max(FEWEST_CONNECTIONS, share))
 
 
-def parse_limits(options: Iterable[str]) -> tuple[ServerLimits, RequestLimits]:
-    """The limits with those that options of the form NAME=NUMBER set. Raises BadRequest."""
-    server, request = LIMITS, REQUEST_LIMITS
+def parse_limits(options: Iterable[str], *groups: *Groups) -> tuple[*Groups]:
+    """Return groups of limits (frozen dataclasses) with what options NAME=NUMBER change in them.
+
+    Raises BadRequest for an option that names no field of any group, or no positive number.
+    """
+    changed: list[Any] = list(groups)
+    owners = {field.name: at for at, group in enumerate(changed) for field in fields(group)}
     for option in options:
-        name, _, number = option.partition("=")
-        owner = (
-            server if name in SERVER_LIMITS else request if name in REQUEST_LIMIT_NAMES else None
-        )
-        value = (
-            None if owner is None else _number(number, whole=isinstance(getattr(owner, name), int))
-        )
-        if owner is None or value is None:
+        name, _, text = option.partition("=")
+        at = owners.get(name)
+        value = None
+        if at is not None:
+            value = _number(text, whole=isinstance(getattr(changed[at], name), int))
+        if at is None or value is None:
             raise BadRequest(
                 f"--limit is {option[:200]!r}: expected NAME=NUMBER, with one of "
-                f"{', '.join([*REQUEST_LIMIT_NAMES, *SERVER_LIMITS])}",
+                f"{', '.join(owners)}",
                 param="limit",
             )
-        changed: dict[str, Any] = {name: value}
-        if owner is server:
-            server = replace(server, **changed)
-        else:
-            request = replace(request, **changed)
-    return server, request
-
-
-SERVER_LIMITS = tuple(field.name for field in fields(ServerLimits))
-REQUEST_LIMIT_NAMES = tuple(field.name for field in fields(RequestLimits))
+        changed[at] = replace(changed[at], **{name: value})
+    return tuple(changed)
 
 
 def _number(text: str, *, whole: bool) -> float | None:

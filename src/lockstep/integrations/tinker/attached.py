@@ -18,7 +18,6 @@ from starlette.routing import Route
 from lockstep.engine import exact
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.numerics import plan as numerics
-from lockstep.fleet.control.file_lock import FileLock
 from lockstep.fleet.fleet import Fleet
 from lockstep.integrations.tinker.protocol import types
 from lockstep.integrations.tinker.rest import RestRoutes
@@ -29,6 +28,7 @@ from lockstep.integrations.tinker.tenants import TinkerTenants
 from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
 from lockstep.integrations.tinker.training.trainer import TrainingModel
 from lockstep.models import bundled
+from lockstep.storage.file_lock import FileLock
 from lockstep.tokens.errors import BadRequest, LockstepError
 from lockstep.tokens.numerics import NumericsPlan
 

@@ -7,11 +7,12 @@ from urllib.parse import unquote
 
 from starlette.requests import Request
 
-from lockstep.gateway.tenants import DEFAULT, Caller, caller_of
+from lockstep.gateway.tenants import Caller, caller_of
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.sampling import BaseModel
 from lockstep.integrations.tinker.service import LoraTrainer, TinkerService
 from lockstep.integrations.tinker.store import SCHEME, Store, file_name, parse
+from lockstep.storage.api_keys import DEFAULT_TENANT
 from lockstep.tokens.errors import NotFound
 
 TENANTS = "tenants"
@@ -46,7 +47,7 @@ class TinkerTenants:
 
     def _open(self, caller: Caller) -> TinkerService:
         root = self._root
-        if caller.tenant != DEFAULT:
+        if caller.tenant != DEFAULT_TENANT:
             root = root / TENANTS / file_name(caller.tenant)
         store = Store(root)
 

@@ -1,1 +1,0 @@
-"""Where sessions are kept: an SQLite file of one gateway, or PostgreSQL for any number of them."""

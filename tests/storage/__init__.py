@@ -1,0 +1,1 @@
+"""Stores: what every backend promises."""
