@@ -6,12 +6,14 @@ The terms are the key that was minted for the session, its budget, and how it en
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 
 from lockstep.tokens.errors import Forbidden, Unavailable
 
+CHECKSUM_BYTES = 8
 EndedBy = Literal["finish", "harness", "calls", "tokens", "seconds"]
 
 
@@ -165,3 +167,18 @@ class SessionEntry:
             raise Unavailable(
                 f"the stored row of session {self.name!r} is damaged: delete the session"
             )
+
+
+def turn_checksum(session: str, turn: int, data: bytes) -> bytes:
+    """Return the digest of a turn and its position, so that two swapped turns are detected."""
+    digest = blake2b(f"{session}:{turn}:".encode(), digest_size=CHECKSUM_BYTES)
+    digest.update(data)
+    return digest.digest()
+
+
+def damaged_session(name: str, problem: str, place: str) -> Unavailable:
+    """Return the error for a session whose stored turns are damaged."""
+    return Unavailable(
+        f"session {name!r} cannot be read back: {problem}; the {place} is damaged, delete the "
+        "session"
+    )

@@ -1,25 +1,16 @@
-"""Options for samples of stored turns, and fingerprints of the tokenizers of their ids."""
+"""Errors of stored turns, and fingerprints of the tokenizers of their ids."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, TypedDict
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from lockstep.render import Renderer
 from lockstep.tokens.errors import LockstepError, Unavailable
-
-
-class SampleOptions(TypedDict):
-    """Options of branch_samples; see Ledger.samples."""
-
-    train_aborted: bool
-    dedupe: bool
-    kinds: Sequence[str] | None
-    weights: str | None
 
 
 @contextmanager

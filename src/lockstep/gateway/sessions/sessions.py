@@ -18,7 +18,7 @@ from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.gateway.sessions.keys import SessionKeys
 from lockstep.gateway.sessions.limits import SESSION_LIMITS, SessionCounts, SessionLimits
 from lockstep.gateway.sessions.loading import SessionLoader, find_session
-from lockstep.gateway.sessions.samples import SampleOptions, TokenizerFingerprints, reading_back
+from lockstep.gateway.sessions.samples import TokenizerFingerprints, reading_back
 from lockstep.gateway.sessions.session import Session
 from lockstep.gateway.sessions.writes import SessionWrites
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
@@ -170,11 +170,15 @@ class Sessions:
         """
         entry = await find_session(self._store, session_id)
         entry.check_readable()
-        options = SampleOptions(
-            train_aborted=train_aborted, dedupe=dedupe, kinds=kinds, weights=weights
-        )
         nodes, _ = await self._turns(entry)
-        samples = await asyncio.to_thread(branch_samples, nodes, **options)
+        samples = await asyncio.to_thread(
+            branch_samples,
+            nodes,
+            train_aborted=train_aborted,
+            dedupe=dedupe,
+            kinds=kinds,
+            weights=weights,
+        )
         if by_trainer:
             await self._mark_read(entry, len(nodes))
         if entry.terms is not None and (reward := entry.terms.reward) is not None:

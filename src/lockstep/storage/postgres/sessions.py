@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
 from time import monotonic
 from typing import Any
 
@@ -19,10 +18,15 @@ from lockstep.http.off_loop import off_loop
 from lockstep.storage.postgres import session_statements as statements
 from lockstep.storage.postgres.database import PostgresDatabase
 from lockstep.storage.protocols import LoadedSession, NewTurns, StoredSession, Totals
-from lockstep.storage.session_entry import SessionEntry, SessionTerms
-from lockstep.tokens.errors import NotFound, Unavailable
+from lockstep.storage.session_entry import (
+    CHECKSUM_BYTES,
+    SessionEntry,
+    SessionTerms,
+    damaged_session,
+    turn_checksum,
+)
+from lockstep.tokens.errors import NotFound
 
-CHECKSUM_BYTES = 8
 LARGE_BYTES = 1 << 18
 """Turns of this size and more are encoded off the event loop."""
 KEY_SECONDS = 10.0
@@ -85,7 +89,9 @@ class PostgresSessionStore:
         entry, start = _entry(row), row["start"]
         data = row["data"]
         if len(data) != max(0, entry.turns - start):
-            raise _damaged(name, f"it has {start + len(data)} of its {entry.turns} turns")
+            raise damaged_session(
+                name, f"it has {start + len(data)} of its {entry.turns} turns", "store"
+            )
         loaded = [_open(name, turn, sealed) for turn, sealed in enumerate(data, start)]
         new_breaks = list(zip(row["keys"], row["causes"], strict=True))
         return LoadedSession(entry, start, StoredSession(loaded, new_breaks))
@@ -271,27 +277,14 @@ def _entry(row: Any) -> SessionEntry:
     )
 
 
-def _checksum(name: str, turn: int, data: bytes | memoryview) -> bytes:
-    """Return the digest of a turn and its position, so that two swapped turns are detected."""
-    digest = blake2b(f"{name}:{turn}:".encode(), digest_size=CHECKSUM_BYTES)
-    digest.update(data)
-    return digest.digest()
-
-
 def _seal(name: str, turn: int, data: bytes) -> bytes:
     """Return a turn as it is stored: its checksum, then its bytes."""
-    return _checksum(name, turn, data) + data
+    return turn_checksum(name, turn, data) + data
 
 
 def _open(name: str, turn: int, sealed: bytes) -> bytes:
     """Return the bytes of a stored turn. Raises Unavailable for a wrong checksum."""
     data = sealed[CHECKSUM_BYTES:]
-    if sealed[:CHECKSUM_BYTES] != _checksum(name, turn, data):
-        raise _damaged(name, f"it has a turn {turn} that is not as it was written")
+    if sealed[:CHECKSUM_BYTES] != turn_checksum(name, turn, data):
+        raise damaged_session(name, f"it has a turn {turn} that is not as it was written", "store")
     return data
-
-
-def _damaged(name: str, what: str) -> Unavailable:
-    return Unavailable(
-        f"session {name!r} cannot be read back: {what}; the store is damaged, delete the session"
-    )

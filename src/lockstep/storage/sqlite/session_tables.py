@@ -5,17 +5,20 @@ from __future__ import annotations
 import secrets
 import sqlite3
 from collections.abc import Iterable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.storage.protocols import StoredSession
-from lockstep.storage.session_entry import SessionEntry, SessionTerms
+from lockstep.storage.session_entry import (
+    SessionEntry,
+    SessionTerms,
+    damaged_session,
+    turn_checksum,
+)
 from lockstep.storage.sqlite import MEMORY
-from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
+from lockstep.tokens.errors import BadRequest, NotFound
 
 FORMAT = 3
-CHECKSUM_BYTES = 8
 Blob = bytes  # SessionRow has a field named bytes
 SCHEMA = f"""
 CREATE TABLE sessions (
@@ -141,7 +144,7 @@ def write_turns(
     )
     connection.executemany(
         "INSERT INTO turns VALUES (?, ?, ?, ?)",
-        ((row.id, at, data, _checksum(row.id, at, data)) for at, data in turns),
+        ((row.id, at, data, turn_checksum(str(row.id), at, data)) for at, data in turns),
     )
     connection.executemany(
         "INSERT OR IGNORE INTO breaks VALUES (?, ?, ?)",
@@ -167,16 +170,18 @@ def read_session(connection: sqlite3.Connection, session: int, name: str) -> Sto
         "SELECT turn, data, checksum FROM turns WHERE session = ? ORDER BY turn", (session,)
     ).fetchall()
     if [turn for turn, _, _ in rows] != list(range(count)):
-        raise _damaged(name, f"it has {len(rows)} of its {count} turns")
+        raise damaged_session(name, f"it has {len(rows)} of its {count} turns", "file")
     for turn, data, checksum in rows:
         whole = isinstance(data, bytes)
-        if not whole or checksum not in (b"", _checksum(session, turn, data)):
-            raise _damaged(name, f"it has a turn {turn} that is not as it was written")
+        if not whole or checksum not in (b"", turn_checksum(str(session), turn, data)):
+            raise damaged_session(
+                name, f"it has a turn {turn} that is not as it was written", "file"
+            )
     breaks = connection.execute(
         "SELECT key, cause FROM breaks WHERE session = ?", (session,)
     ).fetchall()
     if not all(isinstance(key, bytes) and isinstance(cause, str) for key, cause in breaks):
-        raise _damaged(name, "it has a break that is not as it was written")
+        raise damaged_session(name, "it has a break that is not as it was written", "file")
     return StoredSession([data for _, data, _ in rows], breaks)
 
 
@@ -196,13 +201,6 @@ def read_file(connection: sqlite3.Connection) -> StoredFile:
     return StoredFile([entry_of(row) for row in rows], facts["secret"], facts["clock"])
 
 
-def _checksum(session: int, turn: int, data: bytes) -> bytes:
-    """Return the digest of a turn and its position, so that two swapped turns are detected."""
-    digest = blake2b(b"%d:%d:" % (session, turn), digest_size=CHECKSUM_BYTES)
-    digest.update(data)
-    return digest.digest()
-
-
 def _is_readable(row: tuple[Any, ...]) -> bool:
     typed = all(isinstance(value, kind) for value, kind in zip(row, KINDS, strict=True))
     return typed and SessionTerms.is_readable(row[-1])
@@ -211,9 +209,3 @@ def _is_readable(row: tuple[Any, ...]) -> bool:
 def _name_of(row: tuple[Any, ...]) -> str:
     """Return the name in a damaged row, or one that no session can have if it is damaged too."""
     return row[1] if isinstance(row[1], str) else f"(damaged row {row[0]})"
-
-
-def _damaged(name: str, what: str) -> Unavailable:
-    return Unavailable(
-        f"session {name!r} cannot be read back: {what}; the file is damaged, delete the session"
-    )
