@@ -80,6 +80,7 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
         # Cosines and sines are elementwise loops, whose last values differ with the threads.
         if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
             module.rotary_emb.forward = partial(_rotation, multiple, module.rotary_emb)
+            # `prepare` may be called again: one hook is enough.
             if not hasattr(module, "_lockstep_positions"):
                 module._lockstep_positions = module.register_forward_pre_hook(
                     _count_positions, with_kwargs=True

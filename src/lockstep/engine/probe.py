@@ -183,6 +183,7 @@ def cover_experts(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[i
     config = model.config.get_text_config()
     probe_ids = [list(ids) for ids in sequences]
     seen = _reached_experts(model, probe_ids)
+    # A fixed seed: successive probes of a model must score the same sequences to be compared.
     rng = random.Random(0)
     for _ in range(CANDIDATES if seen is not None else 0):
         if seen is None or bool(seen.all()):
@@ -225,6 +226,7 @@ def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
 
     A CPU that would have to pad scores one sequence at a time.
     """
+    # On a CPU padding costs as much as tokens, so unequal sequences are not batched.
     budget = 1 if model.device.type == "cpu" else GPU_TOKENS
     if exact.packs(model):
         budget = PACKED_TOKENS
