@@ -1,4 +1,4 @@
-"""Protobuf messages: the bytes that the SDK sends and reads, and what is no message."""
+"""Protobuf messages: the bytes that the SDK sends and reads, and broken messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lockstep.integrations.tinker.protocol.messages import (
     encode_samples,
     identity,
 )
-from lockstep.integrations.tinker.protocol.protobuf import write_int
 from lockstep.tokens import Completion, PromptLogprob, VersionSpan
 from lockstep.tokens.completion import Finish, Ranked
 from lockstep.tokens.errors import BadRequest
@@ -82,25 +81,26 @@ def test_results_are_the_bytes_that_the_sdk_reads() -> None:
     ]
     vector = RESPONSES["SampleResponse with prompt and top-k prompt logprobs"]
     written = encode_samples(samples, prompt_logprobs=True, prompt_k=2)
-    assert written + write_int(4, 2) == vector  # the vector also counts cached tokens
+    assert written + b"\x20\x02" == vector  # field 4 of the vector counts 2 cached tokens
 
 
-def test_only_the_last_prompt_tokens_are_scored_when_that_was_asked() -> None:
+def test_last_n_scores_only_the_last_prompt_tokens() -> None:
     prompt = [None, PromptLogprob(2, -1.0), PromptLogprob(3, -2.0)]
-    one = completion([4], [-1.0], "length", prompt_logprobs=prompt)
-    raw = encode_samples([one], prompt_logprobs=True, last_n=1)
+    sample = completion([4], [-1.0], "length", prompt_logprobs=prompt)
+    raw = encode_samples([sample], prompt_logprobs=True, last_n=1)
     values = np.frombuffer(raw[-12:], "<f4")
     assert np.isnan(values[:2]).all()
     assert values[2] == -2.0
 
 
 @pytest.mark.parametrize("cut", [1, 7, 20, 40, 60, 100])
-def test_a_message_that_was_cut_short_is_refused(cut: int) -> None:
+def test_a_truncated_message_is_rejected(cut: int) -> None:
     with pytest.raises(BadRequest, match="the body is not a"):
         ForwardBackwardRequest.decode(REQUESTS["cross_entropy"][:-cut])
 
 
-def test_model_and_seq_of_a_spoilt_request_are_still_known() -> None:
+def test_model_id_and_seq_id_of_a_broken_request_are_still_found() -> None:
     raw = REQUESTS["cross_entropy"]
     assert identity(raw[:-3]) == ("s1:train:0", 1)
+    assert identity(raw) == ("s1:train:0", 1)
     assert identity(b"\xff") is None
