@@ -22,21 +22,27 @@ def test_the_example_is_a_run() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"sed": 1}, "sed is not known: expected one of model, run_dir, seed"),
-        ({"rollout": {"group": 1}}, r"rollout\.group is not known"),
+        ({"sed": 1}, "sed is not a known field: expected one of model, run_dir, seed"),
+        ({"rollout": {"group": 1}}, r"rollout\.group is not a known field"),
         ({"rollout": 3}, "rollout is 3: expected a table"),
         ({"rollout": {"groups": "16"}}, r"rollout\.groups is '16': expected int"),
         ({"rollout": {"groups": True}}, r"rollout\.groups is True: expected int"),
         ({"rollout": {"groups": 0}}, r"rollout\.groups is 0: expected 1 or more"),
         ({"rollout": {"group_size": 1}}, r"rollout\.group_size is 1: expected 2 or more"),
         ({"loop": {"mode": "both"}}, r"loop\.mode is 'both': expected one of 'sync', 'async'"),
-        ({"learner": {"betas": [0.9]}}, r"learner\.betas is \[0\.9\]: expected a list"),
+        ({"learner": {"betas": [0.9]}}, r"learner\.betas is \[0\.9\]: expected a list of 2"),
         ({"learner": {"lora_targets": [1]}}, r"learner\.lora_targets\[0\] is 1: expected str"),
         (
             {"rollout": {"temperature": 0.7, "logprobs": "raw"}},
             r"rollout\.logprobs is 'raw': expected 'processed'",
         ),
         ({"loss": {"kind": "distill"}}, r"teacher\.url is '': expected the URL of a teacher"),
+        ({"loss": {"kind": "gpro"}}, r"loss\.kind is 'gpro': expected one of grpo, distill, cross"),
+        ({"loss": {"kind": "ppo", "kl": 1.0}}, r"loss\.kl is 1\.0, but loss\.kind 'ppo' has no"),
+        ({"loss": {"kind": "dro"}}, r"loss\.options\.beta is missing: dro has no default"),
+        ({"loss": {"options": {"kl": 1.0}}}, r"loss\.options\.kl is 1\.0: set loss\.kl instead"),
+        ({"learner": {"exact": "yes"}}, r"learner\.exact is 'yes': expected true or false"),
+        ({"sinks": ["x"]}, r"sinks\[0\] is 'x': expected one of 'jsonl', 'wandb'"),
     ],
 )
 def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:

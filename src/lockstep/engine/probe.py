@@ -29,6 +29,7 @@ from lockstep.checkpoint.manifest import INDEX, PROBE, WEIGHTS, begin, mark_stab
 from lockstep.checkpoint.probe import LENGTHS, THOROUGH, Probe, builtin
 from lockstep.checkpoint.safetensors_file import TensorFile
 from lockstep.engine import exact
+from lockstep.engine.forward_pass import ATTENTION_NAME
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.weights.digest import Digester
 from lockstep.engine.weights.save import SavedFiles, saving_through
@@ -201,7 +202,7 @@ def cover_experts(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[i
 
 def is_exact(model: Any) -> bool:
     """Return whether this model's logprobs equal the engine's bit for bit (see `exact`)."""
-    prepared = model.config.get_text_config()._attn_implementation == exact.NAME
+    prepared = model.config.get_text_config()._attn_implementation == ATTENTION_NAME
     # On a GPU, `prepare` has already rejected dtypes without exact kernels.
     return bool(prepared and (model.device.type == "cuda" or model.dtype == torch.float32))
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.engine import exact
-from lockstep.integrations.trl.exact_head import _chosen, _pack
+from lockstep.integrations.trl.exact_head import _chosen, pack_batch
 from lockstep.integrations.trl.exact_trainer import learn_in_one_pass, why_not_exact
 from lockstep.models import bundled
 from lockstep.tokens.errors import NotExact
@@ -40,10 +40,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_rows_without_their_padding_have_the_logprobs_of_each_alone(model: Any) -> None:
     ids, mask, labels = batch()
     labels[0, 0] = PROMPT[0]  # nothing stands before it: it has no logprob
-    packed = _pack(ids, mask, labels)
+    packed = pack_batch(model, ids, mask, labels, multiple=1)
     assert packed is not None
     # Four rows of two prompts: each prompt is there once, and no padding.
-    assert len(packed.row.ids_T) == len(PROMPT) + len(OTHER) + 3 + 1 + 5 + 2
+    assert len(packed.rows.ids) == len(PROMPT) + len(OTHER) + 3 + 1 + 5 + 2
     logprobs, entropy = packed.score(model, labels, 0.8)
     assert logprobs.shape == entropy.shape == (4, 11)
     for at, (prompt, completion) in enumerate(ROWS):
@@ -56,9 +56,9 @@ def test_rows_without_their_padding_have_the_logprobs_of_each_alone(model: Any) 
 
 def test_gradients_flow_through_prompts_that_are_computed_once(model: Any) -> None:
     ids, mask, labels = batch()
-    packed = _pack(ids, mask, labels, multiple=exact.row_multiple_of(model))
+    packed = pack_batch(model, ids, mask, labels)
     assert packed is not None
-    assert len(packed.row.ids_T) % exact.row_multiple_of(model) == 0
+    assert len(packed.rows.ids) % exact.row_multiple_of(model) == 0
     weight = model.model.embed_tokens.weight
     packed.score(model, labels, 1.0)[0].sum().backward()
     shared, weight.grad = weight.grad.clone(), None
@@ -70,11 +70,11 @@ def test_gradients_flow_through_prompts_that_are_computed_once(model: Any) -> No
     assert torch.allclose(shared, alone, atol=1e-5)
 
 
-def test_padding_between_tokens_and_rows_without_labels_are_not_packed() -> None:
+def test_padding_between_tokens_and_rows_without_labels_are_not_packed(model: Any) -> None:
     ids, mask, labels = batch()
-    assert _pack(ids, mask, torch.full_like(labels, -100)) is None
+    assert pack_batch(model, ids, mask, torch.full_like(labels, -100)) is None
     mask[2, 8] = 0
-    assert _pack(ids, mask, labels) is None
+    assert pack_batch(model, ids, mask, labels) is None
 
 
 def test_entropy_is_that_of_the_tempered_distribution() -> None:

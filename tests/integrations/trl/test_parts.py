@@ -71,7 +71,7 @@ async def test_a_row_is_as_old_as_its_oldest_token(monkeypatch: pytest.MonkeyPat
 def test_a_worker_that_died_or_makes_nothing_is_an_error() -> None:
     worker = a_worker(SimpleNamespace(published=None))
     worker.check_health(60.0)
-    with pytest.raises(Conflict, match="no rollout was made"):
+    with pytest.raises(Conflict, match="no rollout has finished"):
         worker.check_health(-1.0)
     worker._failed = RolloutFailed("the environment raised")
     with pytest.raises(RolloutFailed, match="the environment raised"):
@@ -86,7 +86,7 @@ async def test_a_reward_function_must_score_every_completion() -> None:
     )
     replies = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
     assert await worker._score({"prompt": "Hi"}, replies) == [1.0, 3.0]
-    with pytest.raises(BadRequest, match="gave 2 values for 1 completions"):
+    with pytest.raises(BadRequest, match="returned 2 values for 1 completions"):
         await worker._score({"prompt": "Hi"}, replies[:1])
 
 
@@ -115,10 +115,10 @@ def test_a_tensor_that_does_not_come_is_found_before_it_is_served(tmp_path: Path
     transfer = LockstepWeightTransfer(policy, str(bundled("tiny")))
     transfer.init_weight_transfer()
     sent = weights(left_out="model.norm.weight")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight did not come"):
+    with pytest.raises(CheckpointError, match=r"missing model\.norm\.weight"):
         transfer.send_weights(sent)
     assert next(sent, None) is None, "the iterator must be taken to its end"
-    with pytest.raises(CheckpointError, match=r"does not have model\.strange"):
+    with pytest.raises(CheckpointError, match=r"unexpected model\.strange"):
         transfer.send_weights(iter([*weights(), ("model.strange", torch.zeros(2))]))
     assert not policy.directory.exists()
     transfer.send_weights(weights())

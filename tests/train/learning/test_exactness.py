@@ -38,7 +38,7 @@ def test_equal_plans_are_exact_and_allow_no_difference() -> None:
         (PLAN, CLOSE, r"the workers do not compute exactly \(the self-test failed\)"),
         (CLOSE, PLAN, r"the trainer does not compute exactly \(the self-test failed\)"),
         (PLAN, OTHER_CPU, "compute other bits: isa 'AVX512' here, 'AVX2' there"),
-        (PLAN, None, "the workers do not say how they compute"),
+        (PLAN, None, "the workers do not report their numerics"),
     ],
 )
 def test_what_differs_is_the_reason_for_close_mode(

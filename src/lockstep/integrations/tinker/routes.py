@@ -1,4 +1,4 @@
-"""The routes that train and sample: each call gives a request id, whose result is fetched later."""
+"""Routes that train and sample. Each call returns a request id, whose result is fetched later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.tokens.errors import BadRequest, Gone
 
 PREFIX = "/api/v1"
 POLL_SECONDS = 20.0
-"""How long a poll is held. The client gives up after 45 s, and asks again at once after a 408."""
+"""How long a poll is held. The client times out after 45 s, and polls again after a 408."""
 BODY_BYTES = 256 << 20
 CONFIG: dict[str, Any] = {"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True}
 DYNAMIC_CONFIG: dict[str, Any] = {"sample_cancel_enabled": True}
@@ -30,14 +30,14 @@ B = TypeVar("B", bound=types.Body)
 
 
 class TinkerRoutes:
-    """Routes under /api/v1; each request sees the runs of its tenant."""
+    """Routes under /api/v1. Each request sees the runs of its tenant."""
 
     def __init__(self, tenants: TinkerTenants) -> None:
         self._tenants = tenants
 
     @property
     def routes(self) -> list[Route]:
-        """All of them."""
+        """All routes."""
         posts = {
             "client/config": self._config,
             "client/dynamic_config": self._dynamic_config,
@@ -58,7 +58,9 @@ class TinkerRoutes:
             "cancel_future": self._cancel_future,
             "join_sampling_session": self._join,
         }
-        return [Route(f"{PREFIX}/{path}", each, methods=["POST"]) for path, each in posts.items()]
+        return [
+            Route(f"{PREFIX}/{path}", handle, methods=["POST"]) for path, handle in posts.items()
+        ]
 
     # Clients
 
@@ -118,13 +120,13 @@ class TinkerRoutes:
         try:
             if encoding := request.headers.get("content-encoding"):
                 raise BadRequest(
-                    f"content-encoding is {encoding!r}: bodies are taken as they are",
+                    f"content-encoding is {encoding!r}: send the body without compression",
                     param="content-encoding",
                 )
             pending = self._tenants.of(request).forward_backward(ForwardBackwardRequest.decode(raw))
         except BadRequest:
             model_id, seq_id = identity(raw) or (None, None)
-            self._tenants.of(request).refuse(model_id, seq_id, trains=True)
+            self._tenants.of(request).reject(model_id, seq_id, trains=True)
             raise
         return _accepted(pending)
 
@@ -144,13 +146,13 @@ class TinkerRoutes:
     async def _call(
         self, request: Request, kind: type[B], call: Callable[[TinkerService, B], Pending]
     ) -> Response:
-        """One of a model's calls in order; one that is refused is over for those after it."""
+        """Submit one call of a model. A rejected call is counted, so that later calls go on."""
         service, raw = self._tenants.of(request), await body_of(request)
         try:
             return _accepted(call(service, types.read(kind, raw)))
         except BadRequest:
-            known = types.identity_of(raw)
-            service.refuse(known.model_id, known.seq_id, trains=False)
+            call_id = types.identity_of(raw)
+            service.reject(call_id.model_id, call_id.seq_id, trains=False)
             raise
 
     # Sampling
@@ -169,7 +171,7 @@ class TinkerRoutes:
     async def _join(self, request: Request) -> Response:
         sampler_id = types.read(types.SamplingSessionId, await body_of(request)).sampling_session_id
         self._tenants.of(request).sampling.find(sampler_id)
-        # Not counted up: after a restart the same number would stand for two clones.
+        # Random, not counted: after a restart a counter would give two clones one number.
         counter = 1 + secrets.randbelow(2**30)
         return json_response({"type": "join_sampling_session", "client_counter": counter})
 
@@ -190,18 +192,18 @@ class TinkerRoutes:
         label = f"{target.sampling_session_id}/{target.cloned_sampler_id}"
         seconds = POLL_SECONDS if body.timeout is None else min(body.timeout, POLL_SECONDS)
         ended, cursor = await futures.wait_any(label, body.prev_cursor, seconds)
-        completions = [_completion(each) for each in ended]
+        completions = [_completion(pending) for pending in ended]
         return json_response({"completions": completions, "cursor": cursor})
 
     async def _cancel_future(self, request: Request) -> Response:
         request_id = types.read(types.RetrieveFuture, await body_of(request)).request_id
-        with suppress(Gone):  # nothing is under way any more, which is what was asked for
+        with suppress(Gone):  # the work is over, which is what the client wants
             self._tenants.of(request).futures.cancel(request_id)
         return Response(status_code=204)
 
 
 async def body_of(request: Request) -> bytes:
-    """The JSON body. Raises BadRequest or TooLarge."""
+    """Return the JSON body. Raises BadRequest or TooLarge."""
     return b"".join(await read_pieces(request, BODY_BYTES, (JSON,)))
 
 

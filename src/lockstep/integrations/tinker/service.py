@@ -1,4 +1,4 @@
-"""Training, as routes ask for it: sessions, and models whose calls run in their order."""
+"""The service of one tenant: sessions, and models whose calls run in order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EPHEMERAL_AGE = timedelta(days=2)
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """A model of a training client of this process."""
+    """A model of a training client, in this process."""
 
     run: RunRecord
     training: TrainingModel
@@ -52,7 +52,7 @@ class LiveModel:
 
 
 class LoraTrainer(Protocol):
-    """What trains, for all services of a process: `model` is computed with in `thread` only."""
+    """The trainer that all services of a process share. Only `thread` may use `model`."""
 
     @property
     def model(self) -> LoraModel: ...
@@ -61,16 +61,16 @@ class LoraTrainer(Protocol):
     def thread(self) -> ThreadPoolExecutor: ...
 
     def settings(self, config: types.LoraConfig) -> LoraSettings:
-        """What is trained for a client that asks for this."""
+        """Return the LoRA settings for the request of a client."""
         ...
 
     async def check_served(self, settings: LoraSettings) -> None:
-        """Raises BadRequest for adapters that the workers could not serve."""
+        """Raise BadRequest for adapters that the workers cannot serve."""
         ...
 
 
 class TinkerService:
-    """The runs of one tenant; `sampling` is the other half. Used from one event loop."""
+    """The runs of one tenant, and `sampling` from them. Used from one event loop."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class TinkerService:
         samplers: Samplers,
         on_session: Callable[[str], None],
     ) -> None:
-        """`on_session` is told the id of every session that is created."""
+        """`on_session` is called with the id of every new session."""
         self.base = base
         self.store = store
         self.futures = Futures()
@@ -92,17 +92,17 @@ class TinkerService:
         store.sweep(EPHEMERAL_AGE)
 
     async def close(self) -> None:
-        """Stops all work; what was not saved is lost."""
+        """Stop all work. Unsaved weights are lost."""
         for live in self._models.values():
             await live.calls.close()
         await self.futures.close()
 
-    async def _trained(self, work: Callable[[], T]) -> T:
-        """The result of `work`, made in the thread that trains."""
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` in the training thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._trainer.thread, work)
 
     async def delete(self, path: str) -> None:
-        """Deletes a checkpoint, which no worker holds any more then. Raises NotFound."""
+        """Delete a checkpoint and unload it from the workers. Raises NotFound."""
         _, directory = self.store.checkpoint(path)
         await self.sampling.samplers.forget(directory)
         self.store.delete(path)
@@ -124,21 +124,21 @@ class TinkerService:
     # Models
 
     def create_model(self, request: types.CreateModel) -> tuple[str, Pending]:
-        """The id of a new model, and the request that makes it. Sent again, it is the same one.
+        """Return the id of a new model, and the request that creates it. Repeatable.
 
         Raises Gone for an unknown session, BadRequest when the id was used for another model, and
-        NotFound when that was in an earlier process.
+        NotFound when the model ended with an earlier process.
         """
         self.store.live_session(request.session_id)
         model_id = f"{request.session_id}:train:{request.model_seq_id}"
         digest = digest_of(request)
         if model_id in self._created:
-            known, pending = self._created[model_id]
-            if known != digest:
+            earlier, pending = self._created[model_id]
+            if earlier != digest:
                 raise BadRequest(f"model {model_id!r} was created with other settings")
             return model_id, pending
         if any(run.model_id == model_id for run in self.store.runs()):
-            raise NotFound(self._lost(model_id))
+            raise NotFound(self._explain_lost(model_id))
 
         async def work() -> Result:
             await self._create(model_id, request)
@@ -152,15 +152,17 @@ class TinkerService:
         self.base.check(request.base_model)
         if request.lora_config is None:
             raise UnsupportedField(
-                "lora_config is missing: only LoRA is trained here", param="lora_config"
+                "lora_config is missing: this server trains LoRA adapters only", param="lora_config"
             )
         if (kind := request.optimizer_config.type) != "adamw":
             raise UnsupportedField(
-                f"optimizer_config.type is {kind!r}: there is adamw only", param="optimizer_config"
+                f"optimizer_config.type is {kind!r}: expected adamw", param="optimizer_config"
             )
         settings = self._trainer.settings(request.lora_config)
         model = self._trainer.model
-        training = await self._trained(lambda: TrainingModel(model, settings, self.base.max_tokens))
+        training = await self._in_thread(
+            lambda: TrainingModel(model, settings, self.base.max_tokens)
+        )
         await self._trainer.check_served(settings)
         run = RunRecord(
             model_id=model_id,
@@ -173,22 +175,24 @@ class TinkerService:
         self._models[model_id] = LiveModel(run, training, Sequencer(self.futures))
 
     def live(self, model_id: str) -> LiveModel:
-        """The model of that id. Raises NotFound that tells what is left of one of an earlier
-        process."""
+        """Return the model of that id.
+
+        Raises NotFound, with the last checkpoint of a model that ended with an earlier process.
+        """
         if model_id in self._models:
             return self._models[model_id]
         self.store.run(model_id)
-        raise NotFound(self._lost(model_id), param="model_id")
+        raise NotFound(self._explain_lost(model_id), param="model_id")
 
-    def _lost(self, model_id: str) -> str:
-        """What a client is told whose model ended with an earlier process."""
-        saved = [each for each in self.store.checkpoints(model_id) if each.kind == "weights"]
+    def _explain_lost(self, model_id: str) -> str:
+        """Return the message for a model that ended with an earlier process."""
+        saved = [own for own in self.store.checkpoints(model_id) if own.kind == "weights"]
         rest = "it was never saved: create a new one"
         if saved:
             last = saved[0]
             rest = (
                 f"its last saved state is {last.path} (after step {last.steps}, at "
-                f"{last.created:%Y-%m-%d %H:%M:%S} UTC): what it learnt since is lost; go on with "
+                f"{last.created:%Y-%m-%d %H:%M:%S} UTC), and later steps are lost; continue with "
                 f"create_training_client_from_state_with_optimizer({last.path!r})"
             )
         return f"the server was restarted, and model {model_id!r} ended with it; {rest}"
@@ -196,7 +200,7 @@ class TinkerService:
     # Calls of a model, in order
 
     def forward_backward(self, request: ForwardBackwardRequest) -> Pending:
-        """Raises NotFound, or BadRequest for a seq_id that was used for another call."""
+        """Submit a chunk. Raises NotFound, or BadRequest for a seq_id of another call."""
         live = self.live(request.model_id)
 
         def compute() -> Result:
@@ -204,38 +208,42 @@ class TinkerService:
             return Result(encode_forward_backward(result.logprobs, result.metrics), PROTOBUF)
 
         digest = sha256(repr(request).encode()).digest()
-        return live.calls.submit(request.seq_id, digest, lambda: self._trained(compute))
+        return live.calls.submit(request.seq_id, digest, lambda: self._in_thread(compute))
 
-    def refuse(self, model_id: str | None, seq_id: int | None, *, trains: bool) -> None:
-        """A call that could not be read is over: the next does not wait for it. One that would
-        have added gradients spoils the step after it."""
+    def reject(self, model_id: str | None, seq_id: int | None, *, trains: bool) -> None:
+        """Count a call that could not be read, so that the next does not wait for it.
+
+        With `trains` its gradients are missing, and the next optimizer step fails.
+        """
         live = self._models.get(model_id or "")
         if live is None or seq_id is None:
             return
 
         async def work() -> Result:
             if trains:
-                live.training.refuse(seq_id)
+                live.training.reject(seq_id)
             return Result.of({})
 
         live.calls.consume(seq_id, work)
 
     def optim_step(self, request: types.OptimStep) -> Pending:
-        """Raises as `forward_backward`."""
+        """Submit an optimizer step. Raises as `forward_backward`."""
         live = self.live(request.model_id)
 
         def compute() -> Result:
             if request.adam_params is None:
                 raise UnsupportedField(
-                    "adam_params is missing: AdamW is the only optimizer here",
+                    "adam_params is missing: AdamW is the only optimizer",
                     param="optimizer_params",
                 )
             return Result.of({"metrics": live.training.optim_step(request.adam_params)})
 
-        return live.calls.submit(request.seq_id, digest_of(request), lambda: self._trained(compute))
+        return live.calls.submit(
+            request.seq_id, digest_of(request), lambda: self._in_thread(compute)
+        )
 
     def save_weights(self, request: types.SaveWeights) -> Pending:
-        """Raises as `forward_backward`."""
+        """Submit saving a checkpoint. Raises as `forward_backward`."""
         live = self.live(request.model_id)
 
         async def work() -> Result:
@@ -248,12 +256,12 @@ class TinkerService:
                     live.training.save(directory)
                 return Result.of({"path": record.path, "type": "save_weights"})
 
-            return await self._trained(compute)
+            return await self._in_thread(compute)
 
         return live.calls.submit(request.seq_id, digest_of(request), work)
 
     def load_weights(self, request: types.LoadWeights) -> Pending:
-        """Raises as `forward_backward`, and BadRequest where no model is named."""
+        """Submit loading a checkpoint. Raises as `forward_backward`, BadRequest without a model."""
         if request.model_id is None or request.seq_id is None:
             raise BadRequest(
                 "model_id or seq_id is missing: create the model first", param="model_id"
@@ -267,22 +275,24 @@ class TinkerService:
                 {"path": request.path, "model_id": live.run.model_id, "type": "load_weights"}
             )
 
-        return live.calls.submit(request.seq_id, digest_of(request), lambda: self._trained(compute))
+        return live.calls.submit(
+            request.seq_id, digest_of(request), lambda: self._in_thread(compute)
+        )
 
     def save_weights_for_sampler(self, request: types.SaveWeightsForSampler) -> Pending:
-        """Raises as `forward_backward`."""
+        """Submit saving a sampler. Raises as `forward_backward`."""
         live = self.live(request.model_id)
 
-        def named() -> Result:
+        def save_named() -> Result:
             record = self._record(live, "sampler_weights", request.path, request)
             with self.store.writing(record) as directory:
                 live.training.save_for_sampler(directory, record.name)
             return Result.of({"path": record.path, "type": "save_weights_for_sampler"})
 
-        def ephemeral() -> Result:
+        def save_ephemeral() -> Result:
             number = request.sampling_session_seq_id
             if number is None:
-                raise BadRequest("path is missing, and sampling_session_seq_id too", param="path")
+                raise BadRequest("path and sampling_session_seq_id are both missing", param="path")
             session = live.run.model_id.partition(":train:")[0]
             sampler_id = f"{session}:sample:{number}"
             with self.store.writing_ephemeral(sampler_id) as directory:
@@ -299,10 +309,10 @@ class TinkerService:
                 {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
             )
 
-        compute = ephemeral if request.path is None else named
-        # A call that is sent again asks for a sampler of another number: it gets the first one.
+        compute = save_ephemeral if request.path is None else save_named
+        # A repeated call carries a new sampler number, but must get the first sampler.
         same = msgspec.structs.replace(request, sampling_session_seq_id=None)
-        return live.calls.submit(request.seq_id, digest_of(same), lambda: self._trained(compute))
+        return live.calls.submit(request.seq_id, digest_of(same), lambda: self._in_thread(compute))
 
     def _record(
         self,
@@ -313,7 +323,7 @@ class TinkerService:
     ) -> CheckpointRecord:
         name = name or f"step-{live.training.steps}-{secrets.token_hex(3)}"
         if "/" in name:
-            raise BadRequest(f"path is {name!r}: a name has no slash", param="path")
+            raise BadRequest(f"path is {name!r}: expected a name without a slash", param="path")
         seconds = request.ttl_seconds
         return CheckpointRecord(
             model_id=live.run.model_id,

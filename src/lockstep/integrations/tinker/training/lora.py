@@ -1,7 +1,7 @@
-"""LoRA tensors of many training clients over one base model, of which one at a time is applied.
+"""LoRA adapters of many training clients over one base model, applied one at a time.
 
-The arithmetic is that of the engine's adapters: the same products, in numbers of rows that keep the
-bits, added in the same order.
+The arithmetic is that of the engine's adapters: the same products, padded to the same row multiple
+and added in the same order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lockstep.engine.numerics.block_shapes import MULTIPLES, row_multiple, stead
 from lockstep.tokens.errors import BadRequest, CheckpointError
 
 ALPHA = 32.0
-"""The lora_alpha of every adapter: it is not on the wire, and the cookbook assumes 32."""
+"""The lora_alpha of every adapter. The API does not send it, and the cookbook assumes 32."""
 CLOSE_TOLERANCE = 1e-3
-"""How far a sampler may be from the trainer where bits cannot be equal, as in `lockstep train`."""
+"""Maximum difference of sampler and trainer logprobs in close mode, as in `lockstep train`."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 HEAD = "lm_head"
@@ -36,7 +36,7 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Which weights of the model an adapter updates, and with what rank."""
+    """The rank of an adapter, and the weights that it updates."""
 
     rank: int
     seed: int | None = None
@@ -46,7 +46,7 @@ class LoraSettings:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names of the modules that get an update."""
+        """The names of the modules that the adapter updates."""
         return (
             *(ATTENTION if self.train_attn else ()),
             *(MLP if self.train_mlp else ()),
@@ -55,7 +55,7 @@ class LoraSettings:
 
 
 class LoraTensors:
-    """The two factors of each update, by the name of its module; B begins at zero."""
+    """The factors A and B of each update, by the name of its module. B starts at zero."""
 
     def __init__(self, model: LoraModel, settings: LoraSettings) -> None:
         """Raises BadRequest for a rank or targets that this model cannot have."""
@@ -73,28 +73,30 @@ class LoraTensors:
                 -bound, bound, generator=source
             )
             b = torch.zeros(module.out_features, settings.rank)
-            first, second = (each.to(model.device).requires_grad_() for each in (a, b))
-            self.pairs[name] = first, second
+            self.pairs[name] = (
+                a.to(model.device).requires_grad_(),
+                b.to(model.device).requires_grad_(),
+            )
 
     @property
     def scaling(self) -> float:
-        """What the updates are multiplied by."""
+        """The factor of the updates."""
         return ALPHA / self.settings.rank
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All tensors, in an order that is the same in every process."""
+        """All tensors, in the same order in every process."""
         return [tensor for pair in self.pairs.values() for tensor in pair]
 
     @property
     def names(self) -> list[str]:
-        """The name of each of `parameters`, as PEFT writes it."""
+        """The names of `parameters` as PEFT writes them."""
         return [
             f"base_model.model.{name}.lora_{side}.weight" for name in self.pairs for side in "AB"
         ]
 
     def save(self, directory: Path) -> None:
-        """Writes a directory as PEFT does."""
+        """Write an adapter directory as PEFT does."""
         tensors = {
             name: tensor.detach().cpu().contiguous()
             for name, tensor in zip(self.names, self.parameters, strict=True)
@@ -108,15 +110,15 @@ class LoraTensors:
         (directory / SETTINGS).write_text(json.dumps(settings))
 
     def load(self, directory: Path) -> None:
-        """Takes the values that were saved there. Raises CheckpointError unless all fit."""
+        """Load the values saved in `directory`. Raises CheckpointError unless all of them fit."""
         stored = load_file(directory / WEIGHTS)
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
         own = {n: tuple(t.shape) for n, t in zip(self.names, self.parameters, strict=True)}
         if shapes != own:
-            odd = sorted(set(shapes.items()) ^ set(own.items()))[0]
+            name, shape = sorted(set(shapes.items()) ^ set(own.items()))[0]
             raise CheckpointError(
-                f"the saved weights do not fit this model: {odd[0]} of shape {odd[1]} is in one of "
-                "them only (create the model with the rank and the train_* flags of the checkpoint)"
+                f"the saved weights do not fit this model: only one of them has {name} of shape "
+                f"{shape}; create the model with the rank and train_* flags of the checkpoint"
             )
         with torch.no_grad():
             for name, tensor in zip(self.names, self.parameters, strict=True):
@@ -124,15 +126,15 @@ class LoraTensors:
 
 
 class LoraModel:
-    """A frozen transformers model whose linear layers add the update that is applied now."""
+    """A frozen transformers model whose linear layers add the update of the applied adapter."""
 
     def __init__(self, model: Any, *, is_exact: bool, max_rank: int) -> None:
-        """`model` was made exact before, where it is to be so."""
+        """With `is_exact`, `model` must have been prepared by `exact.prepare`."""
         self.model = model.requires_grad_(False)
         self.workers_agree = True
-        """Whether those who serve the adapters compute as this model does."""
+        """Whether the workers compute the same bits as this model."""
         self.close_tolerance: float | None = CLOSE_TOLERANCE
-        """How far they may be off where they do not; None has the fleet measure it."""
+        """Tolerance of the probe otherwise; None lets the fleet measure it."""
         self.max_rank = max_rank
         self._exact = is_exact
         self._text = model.config.get_text_config()
@@ -154,19 +156,19 @@ class LoraModel:
         return device
 
     def row_multiple(self, rank: int) -> int:
-        """The row multiple of products of an adapter of that rank; 1 where bits do not count."""
+        """Return the row multiple of products of an adapter of that rank; 1 in close mode."""
         if not self._exact or self.device.type != "cpu":
             return 1
         return row_multiple(products_of(self._text).with_lora(rank)) or MULTIPLES[-1]
 
     def is_exact_at(self, rank: int) -> bool:
-        """Whether workers have the same logprobs under an adapter of that rank bit for bit."""
+        """Whether workers compute the same bits under an adapter of that rank."""
         if not self._exact or not self.workers_agree or self.device.type != "cpu":
             return False
         return bool(row_multiple(products_of(self._text).with_lora(rank)))
 
     def check(self, settings: LoraSettings) -> None:
-        """Raises BadRequest for what cannot be trained here, or not be served afterwards."""
+        """Raise BadRequest for settings that cannot be trained or served."""
         if not 1 <= settings.rank <= self.max_rank:
             raise BadRequest(
                 f"lora_config.rank is {settings.rank}: expected 1 to {self.max_rank}",
@@ -179,13 +181,13 @@ class LoraModel:
             )
         if settings.train_mlp and getattr(self._text, "num_experts", None):
             raise BadRequest(
-                "lora_config.train_mlp is true, but adapters of experts are not served here: "
-                "create the model with train_mlp=False",
+                "lora_config.train_mlp is true, but adapters of experts cannot be served: create "
+                "the model with train_mlp=False",
                 param="lora_config.train_mlp",
             )
 
     def modules_of(self, settings: LoraSettings) -> dict[str, torch.nn.Linear]:
-        """The linear layers that these settings update, by their full names."""
+        """Return the linear layers that these settings update, by their full names."""
         return {
             name: module
             for name, module in self._linears.items()
@@ -194,7 +196,7 @@ class LoraModel:
 
     @contextmanager
     def applying(self, tensors: LoraTensors | None) -> Iterator[Any]:
-        """The model with this adapter on, or with none, within the block."""
+        """Apply this adapter, or none, within the block; yield the model."""
         rank = tensors.settings.rank if tensors else 1
         self._applied, self._multiple = tensors, self.row_multiple(rank)
         try:
