@@ -87,7 +87,7 @@ async def test_samples_of_vllm_are_close_to_the_trainer_also_where_samplers_are_
     dense: Vllm, tmp_path: Path
 ) -> None:
     async with training(dense, tmp_path / "state") as trainer:
-        assert trainer.note == "the workers do not say how they compute"
+        assert trainer.note == "the workers do not report their numerics"
         service = service_of(trainer)
         model_id, pending = await create(service, train_unembed=False)
         await result(service, pending)

@@ -19,8 +19,8 @@ class Digits:
             for digit in "05" if split == "eval" else "12346789":
                 yield Task(({"role": "user", "content": "Reverse: " + digit},), facts={"is": digit})
 
-    async def play(self, task, player):
-        turn = await player.chat(task).send(task.messages[0]["content"])
+    async def rollout(self, task, context):
+        turn = await context.chat(task).send(task.messages[0]["content"])
         solved = turn.text.strip() == task.facts["is"]
         return Reward(float(solved), solved)
 """

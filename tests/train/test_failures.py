@@ -21,7 +21,7 @@ from lockstep.run_record import Run
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotExact, RolloutFailed
 from lockstep.train.envs.bundled import Reverse
-from lockstep.train.envs.environment import Player, Reward, Split, Task
+from lockstep.train.envs.environment import Reward, RolloutContext, Split, Task
 from lockstep.train.failure import one_error
 from lockstep.train.group_queue import GroupQueue
 from lockstep.train.learning.batch import Clock, Rollout, RolloutGroup, is_stale, version_lags
@@ -58,10 +58,10 @@ class Broken(Reverse):
                 raise ValueError("the dataset is gone")
             yield task
 
-    async def play(self, task: Task, player: Player) -> Reward:
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
         if not self._source:
             raise KeyError("no such answer")
-        return await super().play(task, player)
+        return await super().rollout(task, context)
 
 
 class BrokenJudge(Broken):
@@ -84,25 +84,25 @@ class Mute(Reverse):
             step = 1 + at // self._per_step
             yield replace(task, facts={**task.facts, "mute": step in self._steps})
 
-    async def play(self, task: Task, player: Player) -> Reward:
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
         if task.facts["mute"]:
             return Reward(0.0, False)
-        return await super().play(task, player)
+        return await super().rollout(task, context)
 
 
 class Tampering(Reverse):
     """Hands on other logprobs than the engine gave: a token of each sample is off by an eighth."""
 
-    async def play(self, task: Task, player: Player) -> Reward:
-        reward = await super().play(task, player)
-        kept = player.samples
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
+        reward = await super().rollout(task, context)
+        kept = context.samples
 
         def shifted(*, train_aborted: bool) -> list[Sample]:
             samples = kept(train_aborted=train_aborted)
             return [replace(one, logprobs=[*one.logprobs[:-1], one.logprobs[-1] - 0.125])
                     for one in samples]  # fmt: skip
 
-        player.samples = shifted  # type: ignore[method-assign]
+        context.samples = shifted  # type: ignore[method-assign]
         return reward
 
 
@@ -126,14 +126,14 @@ async def test_a_queue_gives_groups_in_the_order_of_their_tasks_whichever_end_fi
     """A step that took what ends first would learn from short answers, and drop long ones."""
     gate, played = asyncio.Event(), []
 
-    async def play(number: int, _: Task) -> RolloutGroup:
+    async def run_group(number: int, _: Task) -> RolloutGroup:
         if number == 0:
             await gate.wait()
         played.append(number)
         return RolloutGroup((Rollout(Reward(float(number), False), (), 0, 1),))
 
     async with asyncio.timeout(SECONDS):
-        async with GroupQueue(enumerate([TASK] * 3), play, limit=3) as queue:
+        async with GroupQueue(enumerate([TASK] * 3), run_group, limit=3) as queue:
             first = asyncio.create_task(queue.take())
             while played != [1, 2]:
                 await asyncio.sleep(0)
@@ -144,13 +144,13 @@ async def test_a_queue_gives_groups_in_the_order_of_their_tasks_whichever_end_fi
 
 
 async def test_a_group_that_fails_is_told_while_an_earlier_one_still_plays() -> None:
-    async def play(number: int, _: Task) -> RolloutGroup:
+    async def run_group(number: int, _: Task) -> RolloutGroup:
         if number == 0:
             await asyncio.Event().wait()
         raise BadRequest(f"group {number}")
 
     async with asyncio.timeout(SECONDS):
-        async with GroupQueue(enumerate([TASK] * 2), play, limit=2) as queue:
+        async with GroupQueue(enumerate([TASK] * 2), run_group, limit=2) as queue:
             with pytest.raises(BadRequest, match="group 1"):
                 await queue.take()
 
@@ -198,7 +198,7 @@ async def test_nested_groups_of_errors_become_the_one_that_names_its_cause() -> 
 
     with pytest.raises(LockstepError, match="the cause") as caught:
         await more()
-    assert caught.value.__notes__ == ["1 more failed at the same time"]
+    assert caught.value.__notes__ == ["1 other tasks failed at the same time"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -208,7 +208,7 @@ async def test_a_source_that_ends_ends_the_run_with_the_number_of_tasks(
     config = run_config(tmp_path / "run", loop={"mode": mode, "max_off_policy": 1})
     trainer = stack.trainer(config, environment=Short(6))
     async with asyncio.timeout(SECONDS):
-        with pytest.raises(BadRequest, match=r"ended after 6 train tasks, and the run needs 12"):
+        with pytest.raises(BadRequest, match=r"ended after 6 train tasks, but the run needs 12"):
             await trainer.run()
 
 
@@ -278,7 +278,7 @@ async def test_too_many_steps_without_anything_to_learn_end_the_run(
     config = run_config(tmp_path / "run", loop=loop)
     trainer = stack.trainer(config, environment=Mute(4, *range(2, 9)))
     async with asyncio.timeout(SECONDS):
-        with pytest.raises(Conflict, match=r"no token to learn from.*the last 2 steps"):
+        with pytest.raises(Conflict, match=r"the last 2 steps: no token to learn from"):
             await trainer.run()
 
 
@@ -290,7 +290,7 @@ async def test_a_mismatch_is_written_down_and_ends_a_run_that_demanded_none(
     config = run_config(where, learner={"exact": demanded}, loop={"steps": 1})
     trainer = stack.trainer(config, environment=Tampering())
     if demanded:
-        with pytest.raises(NotExact, match=r"exactness was demanded"):
+        with pytest.raises(NotExact, match=r"learner\.exact is true"):
             await trainer.run()
     else:
         (step,) = (await trainer.run()).steps

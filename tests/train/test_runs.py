@@ -73,7 +73,7 @@ async def test_the_reward_rises_without_any_mismatch(stack: Stack, tmp_path: Pat
     assert kept == ["step-4", "step-5", "step-6"]
     assert json.loads((run / "run.json").read_text())["after"]["reward"] == result.after.reward
 
-    with pytest.raises(Conflict, match="holds a run already: resume it"):
+    with pytest.raises(Conflict, match="already holds a run: resume it"):
         await stack.trainer(config).run()
 
 

@@ -85,7 +85,7 @@ def test_runs_of_a_tenant_are_out_of_reach_for_others(
 async def test_names_of_other_models_are_not_those_of_samplers(tenants: TinkerTenants) -> None:
     assert await tenants.served_as("gpt-4") is None
     for name in ("tinker://run/sampler_weights/name", "session:sample:1"):
-        with pytest.raises(NotFound, match="does not exist here"):
+        with pytest.raises(NotFound, match="does not exist on this server"):
             await tenants.served_as(name)
     with pytest.raises(BadRequest, match="expected tinker://RUN/"):
         await tenants.served_as("tinker://run/name")
@@ -111,7 +111,7 @@ async def test_samplers_that_are_removed_are_gone_and_may_come_again(
     alice = by(tenants, "alice")
     first, second = saved(alice), saved(alice)
     await alice.delete(first)
-    with pytest.raises(NotFound, match="does not exist here"):
+    with pytest.raises(NotFound, match="does not exist on this server"):
         await tenants.served_as(first)
     assert await tenants.served_as(second)
     record = CheckpointRecord(

@@ -17,8 +17,8 @@ from lockstep.tokens.errors import BadRequest, RolloutFailed
 from lockstep.train.envs.bundled import BUNDLED, run_calc
 from lockstep.train.envs.environment import (
     Environment,
-    Player,
     Reward,
+    RolloutContext,
     Split,
     Task,
     check_reward,
@@ -45,7 +45,7 @@ class Scripted:
     send_tool_results = send
 
 
-class ScriptedPlayer:
+class ScriptedContext:
     def __init__(self, *replies: Any) -> None:
         self.one = Scripted(list(replies))
 
@@ -58,7 +58,7 @@ def first(env: Environment, split: Split = "train") -> Task:
 
 
 async def play(env: Environment, task: Task, *replies: Any) -> Reward:
-    return await env.play(task, ScriptedPlayer(*replies))  # type: ignore[arg-type]
+    return await env.rollout(task, ScriptedContext(*replies))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED))
@@ -118,7 +118,7 @@ class Mine:
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         yield Task(())
 
-    async def play(self, task: Task, player: Player) -> Reward:
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
         return Reward(0.0, False)
 
 
@@ -138,8 +138,12 @@ def test_an_environment_is_found_by_import_path() -> None:
         ),
         ("absent.module:Name", {}, "No module named 'absent'"),
         ("tests.train.envs.test_bundled:Absent", {}, "has no 'Absent'"),
-        ("tests.train.envs.test_bundled:Scripted", {"replies": []}, "without tasks and play"),
-        ("reverse", {"digits": 3}, "does not take {'digits': 3}"),
+        (
+            "tests.train.envs.test_bundled:Scripted",
+            {"replies": []},
+            "without the methods tasks",
+        ),
+        ("reverse", {"digits": 3}, "does not accept the options {'digits': 3}"),
         ("verifiers:none", {}, "needs the verifiers package"),
     ],
 )
@@ -159,20 +163,20 @@ class Broken:
 def test_what_an_environment_raises_before_its_first_task_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RolloutFailed, match=r"KeyError: 'no such dataset' .*when it was made"):
+    with pytest.raises(RolloutFailed, match=r"KeyError: 'no such dataset' .*in its constructor"):
         load_environment("tests.train.envs.test_bundled:Broken")
     (tmp_path / "half_written_task.py").write_text("def tasks(:\n")
     (tmp_path / "slipped_task.py").write_text("import os\nos.nothing\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RolloutFailed, match=r"SyntaxError: .*half_written_task.py, line 1"):
         load_environment("half_written_task:Mine")
-    with pytest.raises(RolloutFailed, match=r"has no attribute 'nothing' .*when it was imported"):
+    with pytest.raises(RolloutFailed, match=r"has no attribute 'nothing' .*on import"):
         load_environment("slipped_task:Mine")
 
 
 @pytest.mark.parametrize("reward", [1.0, None, True, Reward(float("nan"), False)])
 def test_a_reward_that_nothing_can_be_learnt_from_is_named(reward: object) -> None:
-    with pytest.raises(RolloutFailed, match=r"play returned .*: expected"):
+    with pytest.raises(RolloutFailed, match=r"rollout returned .*: expected"):
         check_reward(reward)
 
 

@@ -19,7 +19,7 @@ from lockstep.train.collect import collect
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs import harness
 from lockstep.train.envs.agent_session import agent_sessions
-from lockstep.train.envs.environment import Player, Reward, load_environment
+from lockstep.train.envs.environment import Reward, RolloutContext, load_environment
 from lockstep.train.envs.judge import JudgedRun
 from lockstep.train.learning.batch import Clock, Rollout, RolloutGroup, make_batch
 from tests.processes import TOKEN
@@ -63,9 +63,9 @@ async def play(stack: Stack, made: dict[str, Any]) -> tuple[Reward, list[Sample]
     environment = load_environment("harness", made)
     url, admin = stack.process.url, stack.process.admin_url
     async with connect(url, "tiny") as policy, RemoteFleet(admin, token=TOKEN) as fleet:
-        player = Player(policy, sessions=agent_sessions(url, policy, fleet))
-        reward = await environment.play(next(environment.tasks("train", 0)), player)
-        return reward, player.samples(train_aborted=False)
+        context = RolloutContext(policy, sessions=agent_sessions(url, policy, fleet))
+        reward = await environment.rollout(next(environment.tasks("train", 0)), context)
+        return reward, context.samples(train_aborted=False)
 
 
 def is_alive(pid: int) -> bool:
@@ -199,7 +199,7 @@ async def test_a_function_may_judge(stack: Stack, tmp_path: Path) -> None:
     assert sample.reward == 0.25
     with pytest.raises(RolloutFailed, match="expected a finite number"):
         await play(stack, options(tmp_path, "plain 1", reward=f"{__name__}:not_a_number"))
-    with pytest.raises(RolloutFailed, match="is no reward"):
+    with pytest.raises(RolloutFailed, match="reward command could not run"):
         await play(stack, options(tmp_path, "plain 1", reward=["sh", "-c", "exit 127"]))
     with pytest.raises(BadRequest, match="cannot be started"):
         await play(stack, options(tmp_path, "plain 1", command=["no-such-agent"]))
@@ -208,7 +208,7 @@ async def test_a_function_may_judge(stack: Stack, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"comand": ["x"]}, "env.options.comand is not known"),
+        ({"comand": ["x"]}, "env.options.comand is not a known field"),
         ({"command": "mini"}, "Expected `array`"),
         ({"command": []}, "env.options.command is empty"),
         ({"seconds": 0}, "env.options.seconds is 0"),

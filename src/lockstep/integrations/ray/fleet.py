@@ -1,4 +1,4 @@
-"""A fleet of workers on a Ray cluster, which join a gateway by themselves."""
+"""A fleet of workers on a Ray cluster that register themselves at a gateway."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ POLL_SECONDS = 0.2
 
 
 class RayFleet:
-    """Workers as Ray actors: Ray places them and starts them again, they join the gateway.
+    """Workers as Ray actors: Ray places and restarts them, and they register at the gateway.
+
+        with RayFleet("tiny", 2, gateway="http://10.0.0.1:8001", token=token) as fleet:
+            await fleet.wait_serving()
 
     `gateway` is the admin URL of a gateway, or several of one store; start it with
-    `--workers-join`. `token` is its admin token, and that of the workers. Every node needs
-    Lockstep, and `python` names there the interpreter with the engine, where that is not Ray's.
+    `--workers-join`. `token` is the admin token of gateway and workers. Every node needs Lockstep;
+    `python` is the interpreter with the engine there, if it is not Ray's.
 
-    Checkpoints are read from a path that all nodes and the gateway share; or, with `weights_dir`,
-    they travel through Ray's object store to that directory of each node and of this machine,
-    which must be the gateway's. `api_key` is the workers' own, LOCKSTEP_WORKER_API_KEY of the
-    gateway: off loopback the embedded engine demands one. Workers listen on the address of their
-    node, or on `host`: 127.0.0.1 for a Ray of one machine. `actor_options` are Ray's own, such as
-    num_gpus or resources. The fleet ends with the process that made it.
+    Checkpoints are read from a path that all nodes and the gateway share. With `weights_dir` they
+    are sent through Ray's object store to that directory of each node and of this machine, which
+    must be the gateway's. `api_key` is the key of the workers (LOCKSTEP_WORKER_API_KEY of the
+    gateway), which the embedded engine requires outside loopback. Workers listen on the address of
+    their node, or on `host`: 127.0.0.1 for a Ray cluster of one machine. `actor_options` are passed
+    to Ray, such as num_gpus or resources. The fleet ends with the process that created it.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class RayFleet:
         max_restarts: int = -1,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts nothing yet. Raises BadRequest for no worker, or no gateway."""
+        """Check the arguments. Raises BadRequest without a worker or a gateway."""
         if workers < 1:
             raise BadRequest(f"workers is {workers}: expected at least 1", param="workers")
         gateways = (gateway,) if isinstance(gateway, str) else tuple(gateway)
@@ -89,13 +92,13 @@ class RayFleet:
         self.stop()
 
     def start(self, seconds: float = START_SECONDS) -> None:
-        """Returns when every worker runs; `wait_serving` says when they have joined.
+        """Start all workers and wait until they run; `wait_serving` waits until they have joined.
 
-        Raises what Ray raises when one cannot be started or placed in that time.
+        Raises what Ray raises when a worker cannot be placed or started in that time.
         """
         here = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=True
-        )  # beside the owner of the objects that it holds
+        )  # on the node that owns the objects it holds
         holder = f"lockstep-checkpoints-{uuid4().hex}"
         self._holder = (
             ray.remote(CheckpointHolder)
@@ -114,7 +117,7 @@ class RayFleet:
             raise
 
     def stop(self) -> None:
-        """Every worker leaves the gateway and ends, after the requests that it has."""
+        """Drain every worker, then end it. Running requests finish first."""
         leaving = [actor.stop.remote() for actor in self._actors.values()]
         try:
             ray.wait(leaving, num_returns=len(leaving), timeout=START_SECONDS)
@@ -122,15 +125,14 @@ class RayFleet:
             self._kill()
 
     def views(self, seconds: float = START_SECONDS) -> list[dict[str, Any]]:
-        """One row for each worker: id, URLs, processes and Ray's node; waits for those that Ray
-        starts again."""
+        """Return id, URLs, processes and node of each worker; wait for those being restarted."""
         rows: list[dict[str, Any]] = ray.get(
             [actor.view.remote() for actor in self._actors.values()], timeout=seconds
         )
         return rows
 
     async def wait_serving(self, seconds: float = START_SECONDS) -> None:
-        """Returns when the gateway has proved every worker. Raises Unavailable after so long."""
+        """Wait until the gateway serves from every worker. Raises Unavailable after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -147,11 +149,11 @@ class RayFleet:
     async def update_weights(
         self, weight_dir: str | Path, version: str | None = None, *, mode: PauseMode = "keep"
     ) -> Operation:
-        """The verified update of all workers, as `RemoteFleet.update_weights`.
+        """Update the weights of all workers, as `RemoteFleet.update_weights` does.
 
-        With `weights_dir` the checkpoint is first written to every node, digests checked, and
-        those that the gateway did not accept, or no longer, are deleted there. `version` is by
-        default the name of `weight_dir`. Raises CheckpointError, or what the update raises.
+        With `weights_dir` the checkpoint is first written to every node and its digests checked.
+        Checkpoints other than the accepted one are then deleted there. `version` defaults to the
+        name of `weight_dir`. Raises CheckpointError, and what the update raises.
         """
         directory = Path.cwd() / weight_dir
         if self._weights_dir is None:
@@ -162,13 +164,13 @@ class RayFleet:
             try:
                 return await control.update_weights(place, version or directory.name, mode=mode)
             finally:
-                # What the gateway holds, not what this call saw: the response may have been lost.
+                # Ask the gateway what it accepted: the response of the update may have been lost.
                 with suppress(LockstepError):
                     accepted = (await control.state())["checkpoint"]
-                    kept = None if accepted is None else Path(accepted).name
-                    await asyncio.to_thread(self._keep_only, kept)
+                    name = None if accepted is None else Path(accepted).name
+                    await asyncio.to_thread(self._keep_only, name)
 
-    # Parts
+    # Internals
 
     def _control(self) -> RemoteFleet:
         return RemoteFleet(self._place.gateways[0], token=self._place.token)
@@ -178,11 +180,11 @@ class RayFleet:
             return {row["id"]: row["state"] for row in await control.workers()}
 
     def _publish(self, directory: Path) -> Path:
-        """Puts the checkpoint where every worker, and one that starts meanwhile, finds it."""
+        """Write the checkpoint to every node, including those of workers that start meanwhile."""
         if self._weights_dir is None:
             raise BadRequest(
-                "weights_dir is None: give RayFleet a directory of every node, or checkpoints on a "
-                "path that all nodes share",
+                "weights_dir is None: pass RayFleet a directory that exists on every node, or use "
+                "checkpoints on a path that all nodes share",
                 param="weights_dir",
             )
         checkpoint = ObjectCheckpoint.put(directory)

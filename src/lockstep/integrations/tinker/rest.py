@@ -1,4 +1,4 @@
-"""The routes that tell what there is: models, runs, checkpoints, sessions and samplers."""
+"""Routes that list and manage models, runs, checkpoints, sessions and samplers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lockstep.integrations.tinker.tenants import TinkerTenants
 from lockstep.tokens.errors import BadRequest
 
 CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"
-MOST = 1000
+MAX_PAGE = 1000
 
 
 class RestRoutes:
-    """Routes that change no training; each request sees the runs of its tenant."""
+    """Routes that do not train. Each request sees the runs of its tenant."""
 
     def __init__(self, tenants: TinkerTenants) -> None:
         self._tenants = tenants
@@ -31,7 +31,7 @@ class RestRoutes:
 
     @property
     def routes(self) -> list[Route]:
-        """All of them."""
+        """All routes."""
         gets = {
             "healthz": self._health,
             "get_server_capabilities": self._capabilities,
@@ -52,8 +52,11 @@ class RestRoutes:
             ("DELETE", f"{CHECKPOINT}/publish", self._unpublish),
         ]
         return [
-            *(Route(f"{PREFIX}/{path}", each, methods=["GET"]) for path, each in gets.items()),
-            *(Route(f"{PREFIX}/{path}", each, methods=[verb]) for verb, path, each in changes),
+            *(Route(f"{PREFIX}/{path}", handle, methods=["GET"]) for path, handle in gets.items()),
+            *(
+                Route(f"{PREFIX}/{path}", handle, methods=[method])
+                for method, path, handle in changes
+            ),
         ]
 
     async def _health(self, _: Request) -> Response:
@@ -76,21 +79,25 @@ class RestRoutes:
 
     async def _runs(self, request: Request) -> Response:
         page, cursor = _page(request, self._store(request).runs())
-        runs = [_shown_run(each, self._store(request)) for each in page]
+        runs = [_run_json(run, self._store(request)) for run in page]
         return json_response({"training_runs": runs, "cursor": cursor})
 
     async def _run(self, request: Request) -> Response:
         store = self._store(request)
-        return json_response(_shown_run(store.run(request.path_params["run"]), store))
+        return json_response(_run_json(store.run(request.path_params["run"]), store))
 
     async def _run_checkpoints(self, request: Request) -> Response:
         run = self._store(request).run(request.path_params["run"])
         page, cursor = _page(request, self._store(request).checkpoints(run.model_id))
-        return json_response({"checkpoints": [_shown(each) for each in page], "cursor": cursor})
+        return json_response(
+            {"checkpoints": [_checkpoint_json(own) for own in page], "cursor": cursor}
+        )
 
     async def _checkpoints(self, request: Request) -> Response:
         page, cursor = _page(request, self._store(request).checkpoints())
-        return json_response({"checkpoints": [_shown(each) for each in page], "cursor": cursor})
+        return json_response(
+            {"checkpoints": [_checkpoint_json(own) for own in page], "cursor": cursor}
+        )
 
     async def _weights_info(self, request: Request) -> Response:
         path = types.read(types.TinkerPath, await body_of(request)).tinker_path
@@ -129,20 +136,20 @@ class RestRoutes:
 
     async def _sessions(self, request: Request) -> Response:
         page, _ = _page(request, self._store(request).sessions())
-        return json_response({"sessions": [each.session_id for each in page]})
+        return json_response({"sessions": [session.session_id for session in page]})
 
     async def _session(self, request: Request) -> Response:
         session = self._store(request).session(request.path_params["session"])
-        begin = f"{session.session_id}:"
+        prefix = f"{session.session_id}:"
         runs = [
-            run.model_id for run in self._store(request).runs() if run.model_id.startswith(begin)
+            run.model_id for run in self._store(request).runs() if run.model_id.startswith(prefix)
         ]
-        samplers = [each.sampler_id for each in self._store(request).samplers()]
+        samplers = [sampler.sampler_id for sampler in self._store(request).samplers()]
         return json_response(
             {
                 "training_run_ids": runs,
-                "sampler_ids": [each for each in samplers if each.startswith(begin)],
-                "user_metadata": _texts(session.user_metadata),
+                "sampler_ids": [sampler for sampler in samplers if sampler.startswith(prefix)],
+                "user_metadata": _as_texts(session.user_metadata),
                 "display_name": session.display_name,
             }
         )
@@ -159,7 +166,7 @@ class RestRoutes:
 
     async def _sampler(self, request: Request) -> Response:
         sampler = self._tenants.of(request).sampling.find(request.path_params["sampler"])
-        # The client loads its tokenizer by this name; a bundled model has none on any hub.
+        # The client loads its tokenizer by this name; a bundled model is on no hub.
         base = str(self._tenants.of(request).base.directory)
         return json_response(
             {
@@ -170,19 +177,19 @@ class RestRoutes:
         )
 
 
-def _page(request: Request, every: list[Any]) -> tuple[list[Any], dict[str, int]]:
-    """The part of a list that was asked for, and where it lies."""
+def _page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Return the requested part of a list, and its cursor."""
     try:
         limit, offset = (
             int(request.query_params.get(name, default))
             for name, default in (("limit", "100"), ("offset", "0"))
         )
     except ValueError:
-        raise BadRequest("limit and offset are whole numbers", param="limit") from None
-    if not 0 <= limit <= MOST or offset < 0:
-        raise BadRequest(f"limit is {limit}: expected 0 to {MOST}, offset >= 0", param="limit")
-    cursor = {"offset": offset, "limit": limit, "total_count": len(every)}
-    return every[offset : offset + limit], cursor
+        raise BadRequest("limit and offset must be whole numbers", param="limit") from None
+    if not 0 <= limit <= MAX_PAGE or offset < 0:
+        raise BadRequest(f"limit is {limit}: expected 0 to {MAX_PAGE}, offset >= 0", param="limit")
+    cursor = {"offset": offset, "limit": limit, "total_count": len(rows)}
+    return rows[offset : offset + limit], cursor
 
 
 def _path(request: Request) -> str:
@@ -190,11 +197,11 @@ def _path(request: Request) -> str:
     return f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
 
 
-def _shown_run(run: RunRecord, store: Store) -> dict[str, Any]:
-    every = store.checkpoints(run.model_id)
-    last = {kind: next((each for each in every if each.kind == kind), None) for kind in KINDS}
+def _run_json(run: RunRecord, store: Store) -> dict[str, Any]:
+    checkpoints = store.checkpoints(run.model_id)
+    last = {kind: next((own for own in checkpoints if own.kind == kind), None) for kind in KINDS}
     training, sampler = last["weights"], last["sampler_weights"]
-    times = [run.created, *(each.created for each in every)]
+    times = [run.created, *(checkpoint.created for checkpoint in checkpoints)]
     return {
         "training_run_id": run.model_id,
         "base_model": run.base_model,
@@ -203,13 +210,13 @@ def _shown_run(run: RunRecord, store: Store) -> dict[str, Any]:
         "lora_rank": run.rank,
         "corrupted": False,
         "last_request_time": max(times),
-        "last_checkpoint": None if training is None else _shown(training),
-        "last_sampler_checkpoint": None if sampler is None else _shown(sampler),
-        "user_metadata": _texts(run.user_metadata),
+        "last_checkpoint": None if training is None else _checkpoint_json(training),
+        "last_sampler_checkpoint": None if sampler is None else _checkpoint_json(sampler),
+        "user_metadata": _as_texts(run.user_metadata),
     }
 
 
-def _shown(record: CheckpointRecord) -> dict[str, Any]:
+def _checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
     return {
         "checkpoint_id": record.checkpoint_id,
         "checkpoint_type": KINDS[record.kind],
@@ -222,6 +229,6 @@ def _shown(record: CheckpointRecord) -> dict[str, Any]:
     }
 
 
-def _texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
-    """Metadata as answers have it: texts only."""
+def _as_texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
+    """Return metadata as responses carry it: with text values."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}

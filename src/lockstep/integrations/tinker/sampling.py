@@ -1,4 +1,4 @@
-"""Sampling, as routes ask for it: sampling sessions, and samples that are made once."""
+"""The sampling half of the service: sampling sessions, and samples that run once."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.store import SCHEME, SamplerRecord, Store, now
 from lockstep.tokens.errors import BadRequest, Busy, NotFound
 
-MOST_SAMPLES = 5000
-"""Samples under way at once; beyond them clients are told to slow down."""
+MAX_SAMPLES = 5000
+"""Maximum number of running samples. Beyond it clients get Busy and slow down."""
 CLONE = 10**9
-"""Clones of a sampler count their calls from multiples of this."""
-KEPT_SAMPLES = 200_000
-"""How many samples are known when they are sent again."""
+"""The seq_ids of clone i of a sampler start at i * CLONE."""
+REMEMBERED_SAMPLES = 200_000
+"""How many samples are recognized when they are sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The model that is trained and sampled: its names, where it is, and how long its context is.
+    """The model that is trained and sampled: its names, directory and context length.
 
-    Its directory is one of its names, too: a recipe on this machine loads the tokenizer by it.
+    Its directory is one of its names: a recipe on this machine loads the tokenizer from it.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class BaseModel:
         return (*self.names, str(self.directory))
 
     def check(self, name: str | None) -> None:
-        """Raises BadRequest for the name of another model."""
+        """Raise BadRequest for the name of another model."""
         if name not in self.all_names:
             raise BadRequest(
                 f"base_model is {name!r}: this server has {', '.join(self.names)}",
@@ -48,7 +48,7 @@ class BaseModel:
 
 
 class SamplingService:
-    """The sampling sessions of one server. Used from one event loop."""
+    """The sampling sessions of one tenant. Used from one event loop."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SamplingService:
     ) -> None:
         self.samplers = samplers
         self.cache_salt: str | None = None
-        """Keeps cached prompts of these clients apart from those of others."""
+        """Separates the cached prompts of this tenant from those of others."""
         self._records: dict[str, SamplerRecord] = {}
         self._base = base
         self._store = store
@@ -68,24 +68,27 @@ class SamplingService:
         self._sampling = 0
 
     def find(self, sampler_id: str) -> SamplerRecord:
-        """Raises NotFound."""
+        """Return the sampler of that id. Raises NotFound."""
         record = self._records.get(sampler_id)
         if record is None:
             record = self._records[sampler_id] = self._store.sampler(sampler_id)
         return record
 
     def directory(self, name: str) -> Path | None:
-        """The weights of a sampler, named by its id or by the path of its checkpoint; None for the
-        base model's. Raises NotFound."""
+        """Return the weights of a sampler, given its id or the path of its checkpoint.
+
+        None is the base model. Raises NotFound.
+        """
         if name.startswith(SCHEME):
             return self._store.checkpoint(name)[1]
-        where = self.find(name).directory
-        return None if where is None else Path(where)
+        directory = self.find(name).directory
+        return None if directory is None else Path(directory)
 
     def create_sampling_session(self, request: types.CreateSamplingSession) -> SamplerRecord:
-        """A sampler of the base model or of a checkpoint; sent again, it is the same one.
+        """Create a sampler of the base model or of a checkpoint. A repeated request returns it.
 
-        Raises Gone, NotFound or BadRequest for what is not there, or an id that is taken.
+        Raises Gone or NotFound for an unknown session or checkpoint, and BadRequest for an id that
+        has other weights.
         """
         self._store.live_session(request.session_id)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
@@ -103,19 +106,19 @@ class SamplingService:
             directory=None if directory is None else str(directory),
         )
         try:
-            known = self.find(sampler_id)
+            existing = self.find(sampler_id)
         except NotFound:
             self._store.put_sampler(sampler)
             return sampler
-        if known.model_path != sampler.model_path or known.directory != sampler.directory:
-            raise BadRequest(f"sampling session {sampler_id!r} has other weights")
-        return known
+        if existing.model_path != sampler.model_path or existing.directory != sampler.directory:
+            raise BadRequest(f"sampling session {sampler_id!r} exists with other weights")
+        return existing
 
     def sample(self, request: types.SampleCall) -> Pending:
-        """A sample under way; sent again, it is the same one.
+        """Start a sample. A repeated request returns the same one.
 
         Raises NotFound, BadRequest for a seq_id that was used for another sample, and Busy when too
-        many are under way.
+        many samples are running.
         """
         sampler_id, seq_id = request.sampling_session_id, request.seq_id
         if sampler_id is None or seq_id is None:
@@ -126,14 +129,14 @@ class SamplingService:
         sampler = self.find(sampler_id)
         digest = digest_of(request)
         if (sampler_id, seq_id) in self._samples:
-            known, pending = self._samples[sampler_id, seq_id]
-            if known != digest:
+            earlier, pending = self._samples[sampler_id, seq_id]
+            if earlier != digest:
                 raise BadRequest(
                     f"seq_id {seq_id} was used for another sample of this sampler", param="seq_id"
                 )
             return pending
-        if self._sampling >= MOST_SAMPLES:
-            raise Busy(f"{self._sampling} samples are under way: send this one later")
+        if self._sampling >= MAX_SAMPLES:
+            raise Busy(f"{self._sampling} samples are running: send this one later")
 
         async def work() -> Result:
             self._sampling += 1
@@ -154,11 +157,11 @@ class SamplingService:
 
         pending = self._futures.start(work, f"{sampler_id}/{seq_id // CLONE}")
         self._samples[sampler_id, seq_id] = digest, pending
-        while len(self._samples) > KEPT_SAMPLES:
+        while len(self._samples) > REMEMBERED_SAMPLES:
             del self._samples[next(iter(self._samples))]
         return pending
 
 
 def digest_of(request: msgspec.Struct) -> bytes:
-    """What tells a request that is sent again from another one."""
+    """Return a digest that is equal for repeated requests."""
     return sha256(msgspec.json.encode(request)).digest()

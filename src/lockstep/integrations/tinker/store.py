@@ -1,4 +1,4 @@
-"""What survives the server: sessions, training runs, their checkpoints, and samplers, as files."""
+"""The files of the server: sessions, training runs, their checkpoints, and samplers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's session."""
+    """The session of a client."""
 
     session_id: str
     created: datetime
@@ -34,7 +34,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A training run, which is one model of one training client."""
+    """A training run: one model of one training client."""
 
     model_id: str
     base_model: str
@@ -48,7 +48,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A saved state of a run after so many steps: for training on, or for a sampler."""
+    """A saved state of a run after `steps` steps, for resuming or for a sampler."""
 
     model_id: str
     kind: Kind
@@ -62,7 +62,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> str:
-        """Its address, as clients know it."""
+        """The tinker:// path by which clients name it."""
         return f"{SCHEME}{self.model_id}/{self.kind}/{self.name}"
 
     @property
@@ -71,7 +71,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampler: weights that never change, or the base model where `directory` is None."""
+    """A sampler: immutable weights, or the base model if `directory` is None."""
 
     sampler_id: str
     base_model: str
@@ -81,7 +81,7 @@ class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store:
-    """The files of one server under `root`. Everything is written whole or not at all."""
+    """The files of one tenant under `root`. Every file and checkpoint is written atomically."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -94,25 +94,25 @@ class Store:
         _write(self.root / "sessions" / f"{file_name(record.session_id)}.json", record)
 
     def session(self, session_id: str) -> SessionRecord:
-        """Raises NotFound."""
+        """Return a session. Raises NotFound."""
         return _read(
             self.root / "sessions" / f"{file_name(session_id)}.json", SessionRecord,
             f"session {session_id!r}",
         )  # fmt: skip
 
     def live_session(self, session_id: str) -> SessionRecord:
-        """Raises Gone for a session that this server never had: its client stops calling."""
+        """Return a session. Raises Gone for an unknown one, which makes its client stop."""
         try:
             return self.session(session_id)
         except NotFound as error:
             raise Gone(error.message, param="session_id") from None
 
     def sessions(self) -> list[SessionRecord]:
-        """All of them, the youngest first."""
+        """Return all sessions, the newest first."""
         return _all(self.root.glob("sessions/*.json"), SessionRecord)
 
     def session_ids(self) -> list[str]:
-        """The ids of all of them, in any order."""
+        """Return the ids of all sessions, in any order."""
         files = self.root.glob("sessions/*.json")
         return [unquote(path.stem) for path in files if not path.name.startswith(".")]
 
@@ -122,30 +122,30 @@ class Store:
         _write(directory / RECORD, record)
 
     def run(self, model_id: str) -> RunRecord:
-        """Raises NotFound."""
+        """Return a training run. Raises NotFound."""
         where = self.root / "runs" / file_name(model_id) / RECORD
         return _read(where, RunRecord, f"training run {model_id!r}")
 
     def runs(self) -> list[RunRecord]:
-        """All of them, the youngest first."""
+        """Return all training runs, the newest first."""
         return _all(self.root.glob(f"runs/*/{RECORD}"), RunRecord)
 
     def put_sampler(self, record: SamplerRecord) -> None:
         _write(self.root / "samplers" / f"{file_name(record.sampler_id)}.json", record)
 
     def sampler(self, sampler_id: str) -> SamplerRecord:
-        """Raises NotFound."""
+        """Return a sampler. Raises NotFound."""
         where = self.root / "samplers" / f"{file_name(sampler_id)}.json"
         return _read(where, SamplerRecord, f"sampling session {sampler_id!r}")
 
     def samplers(self) -> list[SamplerRecord]:
-        """All of them, the youngest first."""
+        """Return all samplers, the newest first."""
         return _all(self.root.glob("samplers/*.json"), SamplerRecord)
 
     # Checkpoints
 
     def checkpoint(self, path: str) -> tuple[CheckpointRecord, Path]:
-        """The checkpoint at an address, and its directory. Raises BadRequest or NotFound."""
+        """Return the checkpoint of a path and its directory. Raises BadRequest or NotFound."""
         model_id, kind, name = parse(path)
         directory = self._directory(model_id, kind, name)
         record = _read(directory / RECORD, CheckpointRecord, f"checkpoint {path!r}")
@@ -154,20 +154,20 @@ class Store:
         return record, directory
 
     def checkpoints(self, model_id: str | None = None) -> list[CheckpointRecord]:
-        """Those of one run, or of all, the youngest first, without those that expired."""
+        """Return the checkpoints of one run, or of all, the newest first, without expired ones."""
         run = "*" if model_id is None else file_name(model_id)
-        every = _all(self.root.glob(f"runs/{run}/*weights/*/{RECORD}"), CheckpointRecord)
-        return [each for each in every if each.expires is None or each.expires > now()]
+        records = _all(self.root.glob(f"runs/{run}/*weights/*/{RECORD}"), CheckpointRecord)
+        return [own for own in records if own.expires is None or own.expires > now()]
 
     def directory(self, record: CheckpointRecord) -> Path:
-        """Where a checkpoint is, or will be."""
+        """Return the directory of a checkpoint, which may not exist yet."""
         return self._directory(record.model_id, record.kind, record.name)
 
     @contextmanager
     def writing(self, record: CheckpointRecord, *, overwrite: bool = False) -> Iterator[Path]:
-        """A directory to write a checkpoint to, which is there as a whole after the block.
+        """Yield a directory to write a checkpoint to; it becomes visible after the block.
 
-        Raises Conflict when there is one of that name, unless it is to be overwritten.
+        Raises Conflict when a checkpoint of that name exists, unless `overwrite` is true.
         """
         directory = self.directory(record)
         if (directory / RECORD).exists() and not overwrite:
@@ -179,14 +179,14 @@ class Store:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        size = sum(each.stat().st_size for each in partial.iterdir())
+        size = sum(path.stat().st_size for path in partial.iterdir())
         _write(partial / RECORD, msgspec.structs.replace(record, size=size))
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
 
     @contextmanager
     def writing_ephemeral(self, sampler_id: str) -> Iterator[Path]:
-        """A directory for the weights of a sampler that has no name; see `ephemeral`."""
+        """Yield a directory for the weights of an unnamed sampler; see `ephemeral`."""
         directory = self.ephemeral(sampler_id)
         partial = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -199,23 +199,23 @@ class Store:
         return self.root / EPHEMERAL / file_name(sampler_id)
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
-        """Has a checkpoint expire, or never. Raises NotFound."""
+        """Set the time to live of a checkpoint; None for ever. Raises NotFound."""
         record, directory = self.checkpoint(path)
         expires = None if seconds is None else now() + timedelta(seconds=seconds)
         _write(directory / RECORD, msgspec.structs.replace(record, expires=expires))
 
     def set_public(self, path: str, public: bool) -> None:
-        """Raises NotFound."""
+        """Publish or unpublish a checkpoint. Raises NotFound."""
         record, directory = self.checkpoint(path)
         _write(directory / RECORD, msgspec.structs.replace(record, public=public))
 
     def delete(self, path: str) -> None:
-        """Raises NotFound."""
+        """Delete a checkpoint. Raises NotFound."""
         _, directory = self.checkpoint(path)
         shutil.rmtree(directory)
 
     def sweep(self, ephemeral_age: timedelta) -> None:
-        """Deletes checkpoints that expired, and unnamed samplers older than that."""
+        """Delete expired checkpoints, and unnamed samplers older than `ephemeral_age`."""
         for record in _all(self.root.glob(f"runs/*/*weights/*/{RECORD}"), CheckpointRecord):
             if record.expires is not None and record.expires < now():
                 shutil.rmtree(self.directory(record))
@@ -230,7 +230,7 @@ class Store:
 
 
 def parse(path: str) -> tuple[str, Kind, str]:
-    """Run, kind and name of a checkpoint's address. Raises BadRequest for what is none."""
+    """Return run, kind and name of a checkpoint path. Raises BadRequest for another path."""
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise BadRequest(
@@ -242,14 +242,14 @@ def parse(path: str) -> tuple[str, Kind, str]:
 
 
 def now() -> datetime:
-    """The time, with its zone, as answers of the API have it."""
+    """Return the time in UTC, as responses of the API carry it."""
     return datetime.now(UTC)
 
 
 def file_name(name: str) -> str:
-    """A name of a file that stands for any id: one that a path cannot be smuggled in with."""
+    """Return a file name for an id, quoted so that the id cannot contain a path."""
     if not name or len(name) > 200:
-        raise BadRequest(f"{name!r:.80} is no id or name: expected 1 to 200 characters")
+        raise BadRequest(f"{name!r:.80} is not an id or name: expected 1 to 200 characters")
     return quote(name, safe=" :@=+,").replace(".", "%2E")
 
 
@@ -259,19 +259,19 @@ def _write(path: Path, record: msgspec.Struct) -> None:
     partial.replace(path)
 
 
-def _read(path: Path, kind: type[T], shown: str) -> T:
+def _read(path: Path, kind: type[T], label: str) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
-        raise NotFound(f"{shown} does not exist here") from None
+        raise NotFound(f"{label} does not exist on this server") from None
 
 
 def _all(paths: Iterator[Path], kind: type[T]) -> list[T]:
-    # Those with a dot are being written. The names of whole ones have none: see `file_name`.
-    whole = (path for path in paths if not path.parent.name.startswith("."))
+    # Names with a dot are being written. Complete ones have no dot: see `file_name`.
+    complete = (path for path in paths if not path.parent.name.startswith("."))
     records = [
         msgspec.json.decode(path.read_bytes(), type=kind)
-        for path in whole
+        for path in complete
         if not path.name.startswith(".")
     ]
-    return sorted(records, key=lambda each: each.created, reverse=True)  # type: ignore[attr-defined]
+    return sorted(records, key=lambda record: record.created, reverse=True)  # type: ignore[attr-defined]

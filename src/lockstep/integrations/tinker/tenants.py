@@ -1,4 +1,4 @@
-"""The runs, checkpoints and samplers of each tenant of a gateway, out of reach for the others."""
+"""Separate runs, checkpoints and samplers for each tenant of a gateway."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class TinkerTenants:
     def __init__(
         self, base: BaseModel, trainer: LoraTrainer, samplers: Samplers, root: Path
     ) -> None:
-        """`root` holds the files of the default tenant, and below them those of the others."""
+        """`root` holds the files of the default tenant, and `root`/tenants those of the others."""
         self.base = base
         self._trainer = trainer
         self._samplers = samplers
         self._root = root
         self._services: dict[str, TinkerService] = {}
-        # Ids of runs and samplers begin with that of the session that made them, and a session
-        # stays with its tenant for good: nothing has to be taken out when a run is deleted.
+        # Ids of runs and samplers start with the id of their session, and a session never changes
+        # its tenant: nothing has to be removed when a run is deleted.
         self._by_session: dict[str, TinkerService] = {}
         self._open(Caller())
         for directory in sorted((root / TENANTS).glob("*")):
-            self._open(Caller(unquote(directory.name)))  # what has expired is deleted now
+            self._open(Caller(unquote(directory.name)))  # also deletes expired checkpoints
 
     def of(self, request: Request) -> TinkerService:
-        """The service of whoever sent this request."""
+        """Return the service of the tenant that sent this request."""
         caller = caller_of(request)
         service = self._services.get(caller.tenant) or self._open(caller)
         # A tenant's salt is not known before its first request.
@@ -51,22 +51,21 @@ class TinkerTenants:
             root = root / TENANTS / file_name(caller.tenant)
         store = Store(root)
 
-        def own(session_id: str) -> None:
+        def register(session_id: str) -> None:
             self._by_session[session_id] = service
 
-        service = TinkerService(self.base, self._trainer, store, self._samplers, own)
+        service = TinkerService(self.base, self._trainer, store, self._samplers, register)
         for session_id in store.session_ids():
-            own(session_id)
+            register(session_id)
         self._services[caller.tenant] = service
         return service
 
     async def served_as(self, name: str) -> str | None:
-        """The adapter that the fleet serves a sampler as, which is loaded if need be; None for a
-        name that is none of a sampler.
+        """Load the sampler of that name if needed, and return its adapter; None for other names.
 
-        Samplers are named by the paths of their checkpoints (tinker://...), or by their ids. Both
-        hold an id that nobody can guess. Raises NotFound for one that is gone, and BadRequest for a
-        path that is none.
+        Samplers are named by the path of their checkpoint (tinker://...) or by their id. Both
+        contain an id that cannot be guessed. Raises NotFound for a sampler that was deleted, and
+        BadRequest for a malformed path.
         """
         if name.startswith(SCHEME):
             owner_id = parse(name)[0]
@@ -76,17 +75,17 @@ class TinkerTenants:
             return None
         service = self._by_session.get(owner_id.partition(":")[0])
         if service is None:
-            raise NotFound(f"sampler {name!r:.200} does not exist here", param="model")
+            raise NotFound(f"sampler {name!r:.200} does not exist on this server", param="model")
         directory = service.sampling.directory(name)
         self._samplers.check_base()
         return await self._samplers.serve(directory)
 
     def end_polls(self) -> None:
-        """Has everybody who waits come back later: the server ends."""
+        """End all polls, so that clients poll again later: the server is shutting down."""
         for service in self._services.values():
             service.futures.end_polls()
 
     async def close(self) -> None:
-        """Stops all work; what was not saved is lost."""
+        """Stop all work. Unsaved weights are lost."""
         for service in self._services.values():
             await service.close()

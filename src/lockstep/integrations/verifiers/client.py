@@ -1,8 +1,8 @@
-"""verifiers' client on Lockstep's sessions: chat, messages and responses, with their tokens.
+"""A verifiers client for Lockstep's sessions: chat, messages and responses, with their tokens.
 
-verifiers' own train client renders prompts itself, and refuses all dialects but chat. A gateway of
-Lockstep answers each dialect natively and knows the tokens: this client passes requests on, and
-takes the tokens of every turn into the trace.
+verifiers' own train client renders prompts itself and rejects all dialects but chat. A Lockstep
+gateway serves each dialect natively and has the tokens: this client forwards requests and stores
+the tokens of every turn in the trace.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from verifiers.v1.types import TurnTokens
 
 from lockstep.integrations.verifiers import streams
 
-CHOICE, CHOSEN = "X-Lockstep", "sessions"
-"""The header of a client config that chooses this client. verifiers has a closed set of client
-types, and a config goes to other processes as one of them: headers go along."""
-EVERYWHERE = "LOCKSTEP_VERIFIERS"
-"""The environment variable that chooses it for every train client of a process."""
+SELECT_HEADER, SELECT_VALUE = "X-Lockstep", "sessions"
+"""The header of a client config that selects this client. verifiers has a fixed set of client types
+and sends configs to other processes as one of them, headers included."""
+SELECT_VARIABLE = "LOCKSTEP_VERIFIERS"
+"""The environment variable that selects it for every train client of a process."""
 TOKENS = "X-Lockstep-Tokens"
+STREAM_FIELDS = ("stream", "stream_options")
 
 
-class LockstepClient(EvalClient):  # type: ignore[misc]  # verifiers is not there when checked
-    """Passes native requests on to a gateway, in the session of their trace.
+class LockstepClient(EvalClient):  # type: ignore[misc]  # verifiers is not installed where mypy runs
+    """Forwards native requests to a gateway, in the session of their trace.
 
-    The trace gets the ids that were sampled, their logprobs, and under info["lockstep"] the
-    versions of every turn. What the gateway bridged extends its branch, or is an error.
+    The trace gets the sampled ids, their logprobs, and under info["lockstep"] the versions of every
+    turn. A turn that the gateway bridged extends its branch.
     """
 
     async def get_response(
@@ -47,16 +48,16 @@ class LockstepClient(EvalClient):  # type: ignore[misc]  # verifiers is not ther
         turn: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """The turn, with its tokens. Raises verifiers' own errors with the gateway's status."""
-        whole = {name: body[name] for name in body if name not in ("stream", "stream_options")}
-        sent = {**(headers or {}), TOKENS: "1"}
+        """Return the turn with its tokens. Raises verifiers' errors with the gateway's status."""
+        unstreamed = {name: body[name] for name in body if name not in STREAM_FIELDS}
+        headers = {**(headers or {}), TOKENS: "1"}
         response = await super().get_response(
-            dialect, whole, sampling, session_id=session_id, turn=turn, headers=sent
+            dialect, unstreamed, sampling, session_id=session_id, turn=turn, headers=headers
         )
         tokens = response.raw.pop("lockstep", None)
         if tokens is None:
             raise model_error(
-                f"{self.base_url} sent no tokens: it is no gateway of Lockstep, or an old one",
+                f"{self.base_url} sent no tokens: is it a Lockstep gateway of this version?",
                 status_code=400,
             )
         extends = turn is not None and turn.path_len > 0
@@ -72,12 +73,12 @@ class LockstepClient(EvalClient):  # type: ignore[misc]  # verifiers is not ther
         return response
 
     async def relay(self, *_: Any, **__: Any) -> Any:
-        """Not used: a train client's streams are framed from the whole response."""
-        raise NotImplementedError("streams of this client are made from whole responses")
+        """Not used: verifiers builds the stream of a train client from the whole response."""
+        raise NotImplementedError("this client does not relay streams")
 
 
 def _record(tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """What the trace keeps of a turn beside its tokens; `key` finds its node again."""
+    """Return the record of a turn in the trace, besides its tokens; `key` identifies its node."""
     ids = [*tokens["prompt_ids"], *tokens["token_ids"]]
     return {
         "key": key_of(ids),
@@ -90,24 +91,24 @@ def _record(tokens: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def key_of(token_ids: list[int]) -> int:
-    """A number for a sequence of ids: the same for equal ones."""
+    """Return a checksum of a token sequence."""
     return zlib.crc32(np.asarray(token_ids, dtype="<i8").tobytes())
 
 
 def install() -> None:
-    """Has verifiers use this client where a config's headers, or the environment, choose it.
+    """Make verifiers use this client where the headers of a config or the environment select it.
 
-    Call it in every process that runs environments. verifiers has no registry of clients: its
-    factory is replaced by one that asks for the choice first.
+    Call it in every process that runs environments. verifiers has no registry of clients, so its
+    factory function is replaced.
     """
     original = client_module.resolve_client
     if getattr(original, "chooses_lockstep", False):
         return
 
     def resolve_client(config: BaseClientConfig) -> Any:
-        named = {name.lower(): value for name, value in config.headers.items()}
-        chosen = named.get(CHOICE.lower()) == CHOSEN or os.environ.get(EVERYWHERE) == CHOSEN
-        if chosen and isinstance(config, TrainClientConfig):
+        headers = {name.lower(): value for name, value in config.headers.items()}
+        selections = (headers.get(SELECT_HEADER.lower()), os.environ.get(SELECT_VARIABLE))
+        if SELECT_VALUE in selections and isinstance(config, TrainClientConfig):
             return LockstepClient(config)
         return original(config)
 

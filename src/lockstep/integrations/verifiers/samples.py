@@ -1,4 +1,4 @@
-"""Traces of verifiers as samples: one for every branch, with the versions of its tokens."""
+"""Samples from verifiers traces: one for every branch, with the versions of its tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lockstep.tokens.errors import Conflict
 
 
 def trace_samples(trace: Any) -> list[Sample]:
-    """A sample for each branch of a trace that holds something sampled.
+    """Return a sample for each branch of a trace with sampled tokens.
 
     A sampled token that two branches share is trained in the first only. Raises Conflict for turns
-    that did not come through LockstepClient, and for turns of one branch that were sampled at
+    that did not go through LockstepClient, and for turns of one branch that were sampled at
     different temperatures.
     """
-    records = {each["key"]: each for each in trace.info.get("lockstep", {}).get("turns", [])}
+    records = {turn["key"]: turn for turn in trace.info.get("lockstep", {}).get("turns", [])}
     samples: list[Sample] = []
     trained: set[int] = set()
     for branch in trace.branches:
@@ -46,15 +46,20 @@ def _sample(branch: Any, records: dict[int, Any], trained: set[int]) -> Sample |
         record = records.get(key_of(ids))
         if record is None:
             raise Conflict(
-                "a turn of this trace says no versions: its client was not LockstepClient (see "
-                "lockstep.integrations.verifiers.install)"
+                "a turn of this trace has no weight versions: its client was not LockstepClient; "
+                "call lockstep.integrations.verifiers.install() before the rollouts"
             )
         modes.add((record["logprob_mode"], record["temperature"]))
-        versions += [VersionSpan(label, start + a, start + b) for label, a, b in record["versions"]]
+        versions += [
+            VersionSpan(label, start + first, start + end)
+            for label, first, end in record["versions"]
+        ]
     if not versions:
         return None
     if len(modes) > 1:
-        raise Conflict(f"turns of one branch were sampled in several ways: {sorted(modes)}")
+        raise Conflict(
+            f"turns of one branch have different logprob modes or temperatures: {sorted(modes)}"
+        )
     ((mode, temperature),) = modes
     breaks = tuple(record["cause"] for record in records.values() if record["cause"] is not None)
     return Sample(

@@ -1,4 +1,4 @@
-"""The values that a run reports: metrics of each step, evaluations, and the result."""
+"""The values that a run reports: metrics of each step, evaluations and the result."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from lockstep.train.learning.learner import StepOutcome
 
 NAMED = ("mismatch_kl", "masked_mismatch_kl", "is_masked", "is_masked_low", "is_masked_high",
          "entropy", "loss", "grad_norm", "lr")  # fmt: skip
-"""Metrics that every learner has; others come with some losses only."""
+"""Metrics of the learner that are fields of StepMetrics; others go into `more`."""
 COUNTED = ("solved", "tokens", "off_policy", "off_policy_max", "mixed", "breaks", "aborts",
            "dropped", "retries")  # fmt: skip
-"""What a batch counts."""
+"""Counts of the batch that are fields of StepMetrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One step. `off_policy` is the mean age of the tokens learnt from, in updates.
+    """The metrics of one step.
 
-    `tokens` were sampled for this step, `tokens_per_second` is their number over the whole step.
-    `version` is what the fleet serves after it. `skipped` is 1 when no token could be learnt from.
+    `off_policy` is the mean age in updates of the tokens learnt from. `tokens` were sampled for the
+    step, and `tokens_per_second` divides them by the duration of the whole step. The fleet serves
+    `version` after it. `skipped` is 1 when there was no token to learn from.
     """
 
     step: int
@@ -60,32 +61,32 @@ class StepMetrics:
     more: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The step as a flat object; times are under time/rollout and the like."""
+        """Return the step as a flat object; times have names such as time/rollout."""
         plain: dict[str, Any] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name.startswith("time_"):
-                plain["time/" + each.name.removeprefix("time_")] = value
-            elif each.name == "workers":
+        for name in (own.name for own in fields(self)):
+            value = getattr(self, name)
+            if name.startswith("time_"):
+                plain["time/" + name.removeprefix("time_")] = value
+            elif name == "workers":
                 plain["workers"] = [dict(worker) for worker in value]
-            elif each.name != "more":
-                plain[each.name] = value
+            elif name != "more":
+                plain[name] = value
         return {**plain, **self.more}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> StepMetrics:
-        """The step of a line that `to_json` made."""
-        names = {each.name for each in fields(cls)} - {"more", "workers"}
-        values = {name.replace("time/", "time_"): value for name, value in plain.items()}
-        known = {name: value for name, value in values.items() if name in names}
-        more = {n: v for n, v in plain.items() if n.replace("time/", "time_") not in names}
+        """Return the step of an object that `to_json` made."""
+        names = {own.name for own in fields(cls)} - {"more", "workers"}
+        fields_of = {name: name.replace("time/", "time_") for name in plain}
+        own = {fields_of[name]: plain[name] for name in plain if fields_of[name] in names}
+        more = {name: plain[name] for name in plain if fields_of[name] not in names}
         workers = tuple(more.pop("workers", ()))
-        return cls(**known, workers=workers, more=more)
+        return cls(**own, workers=workers, more=more)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How the policy does on held-out prompts."""
+    """Mean reward and share of solved tasks on held-out prompts, after `step`."""
 
     step: int
     reward: float
@@ -95,7 +96,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The end of a run. `steps` are those that this process took."""
+    """The result of a run. `steps` are those of this process, not of one it resumed."""
 
     run_dir: str
     version: str
@@ -106,19 +107,19 @@ class RunResult:
 
     @property
     def max_difference(self) -> float:
-        """The furthest that a logprob of the trainer was from the engine's, in any step."""
+        """The largest difference of trainer and engine logprobs in any step."""
         return max((step.more.get("mismatch_max", 0.0) for step in self.steps), default=0.0)
 
 
 def nothing_learnt() -> StepOutcome:
-    """The outcome of a step without a token to learn from: the weights are as before."""
+    """Return the outcome of a step without a token to learn from."""
     return StepOutcome(dict.fromkeys((*NAMED, "mismatch_max"), 0.0), [])
 
 
 def step_metrics(
     step: int, batch: TrainBatch, outcome: StepOutcome, rollout_seconds: float, train_seconds: float
 ) -> StepMetrics:
-    """All that is known of a step before its weights are saved and published."""
+    """Return the metrics of a step before its weights are saved and published."""
     count = max(len(batch.rewards), 1)
     mean = sum(batch.rewards) / count
     variance = sum((reward - mean) ** 2 for reward in batch.rewards) / count

@@ -1,4 +1,4 @@
-"""The JSON bodies of requests, as SDK 0.36 sends them. A field that nobody knows is an error."""
+"""The JSON bodies of requests, as SDK 0.36 sends them. An unknown field is an error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grad_clip_norm: float = 0.0
 
     def check(self) -> None:
-        """Raises BadRequest that names a number that makes no sense."""
+        """Raise BadRequest that names a number out of range."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             top = 1.0 if name.startswith("beta") else math.inf
@@ -160,22 +160,22 @@ class SampleCall(Body, frozen=True):
     record_stability_info: bool | None = None
 
     def prompt_ids(self) -> list[int]:
-        """The tokens of all chunks. Raises UnsupportedField for what is no text."""
+        """Return the tokens of all chunks. Raises UnsupportedField for images and audio."""
         ids: list[int] = []
         for at, chunk in enumerate(self.prompt.chunks):
             if chunk.tokens is None:
                 raise UnsupportedField(
-                    f"prompt.chunks[{at}] is {chunk.type!r}: only encoded_text is taken here",
+                    f"prompt.chunks[{at}] is {chunk.type!r}: only encoded_text is supported",
                     param=f"prompt.chunks[{at}]",
                 )
             ids += chunk.tokens
         return ids
 
     def sampling(self) -> Sampling:
-        """The options of the engine. Raises BadRequest or UnsupportedField for what it has not.
+        """Return the options of the engine. Raises BadRequest or UnsupportedField.
 
-        Logprobs are the model's own, whatever the temperature, as the API's are. A stop that is
-        given stands instead of the model's end token.
+        Logprobs are raw, whatever the temperature, as the API's are. `stop` replaces the model's
+        end token.
         """
         for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
             if getattr(self, name):
@@ -196,8 +196,8 @@ class SampleCall(Body, frozen=True):
             top_k=max(params.top_k, 0),
             seed=params.seed,
             max_tokens=params.max_tokens,
-            stop=tuple(each for each in stops if isinstance(each, str)),
-            stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
+            stop=tuple(stop for stop in stops if isinstance(stop, str)),
+            stop_token_ids=tuple(stop for stop in stops if isinstance(stop, int)),
             ignore_eos=stop is not None,
             n=self.num_samples,
             logprobs=self.topk_sample_logprobs,
@@ -237,19 +237,19 @@ class Ttl(Body, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What is still known of a call that was refused."""
+    """Model and seq_id of a rejected call."""
 
     model_id: str | None = None
     seq_id: int | None = None
 
 
 def read(kind: type[B], body: bytes) -> B:
-    """The body as this kind. Raises BadRequest that names what is wrong."""
+    """Decode a body. Raises BadRequest that names the wrong field."""
     return decode(msgspec.json.Decoder(kind), body)
 
 
 def identity_of(body: bytes) -> Identity:
-    """Model and seq_id of a body that may be wrong otherwise."""
+    """Return model and seq_id of a body that may be wrong otherwise."""
     try:
         return msgspec.json.decode(body, type=Identity)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
