@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -103,23 +103,20 @@ class LossConfig:
             )
         loss = LOSSES[self.kind]
         options = dict(self.options)
-        for each in fields(self):
-            if each.name not in GRPO_OPTIONS:
-                continue
-            value = getattr(self, each.name)
-            if each.name in self.options:
+        for name in GRPO_OPTIONS:
+            value = getattr(self, name)
+            if name in self.options:
                 raise BadRequest(
-                    f"loss.options.{each.name} is {self.options[each.name]!r}: set "
-                    f"loss.{each.name} instead",
-                    param=f"loss.options.{each.name}",
+                    f"loss.options.{name} is {self.options[name]!r}: set loss.{name} instead",
+                    param=f"loss.options.{name}",
                 )
-            if each.name in loss.options:
-                options[each.name] = value
-            elif value != each.default:
+            if name in loss.options:
+                options[name] = value
+            elif value != LOSSES["grpo"].options[name]:
                 raise BadRequest(
-                    f"loss.{each.name} is {value!r}, but loss.kind {self.kind!r} has no such "
-                    "option: leave it out",
-                    param=f"loss.{each.name}",
+                    f"loss.{name} is {value!r}, but loss.kind {self.kind!r} has no such option: "
+                    "leave it out",
+                    param=f"loss.{name}",
                 )
         return loss, loss.with_defaults(self.kind, options, field="loss.options")
 

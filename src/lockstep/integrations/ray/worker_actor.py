@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlace:
-    """What all workers of a fleet share.
+    """The settings that all workers of a fleet share.
 
     `gateways` are admin URLs and `token` is their admin token. Workers listen on `host`, or on the
     address of their node. Weights from the object store are written to `weights_dir`.

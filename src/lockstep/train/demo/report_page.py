@@ -23,7 +23,7 @@ HONEST = (
     "on purpose. The curve shows that the machinery works from end to end; it does not show the "
     "discovery of a new skill."
 )
-"""What a reader must know about the bundled models to interpret the curves."""
+"""A note on the bundled models, without which the curves would mislead."""
 
 BUNDLED = ("tiny", "tiny-moe")
 

@@ -29,7 +29,7 @@ INPUTS = {
     "sequence_ratio_mask": "weights of the tokens in the ratio of their sequence",
     "lengths": "the number of tokens of each sequence, for losses that compare whole sequences",
 }
-"""What a loss may take. All tensors have one shape: the tokens of one or more sequences, flat."""
+"""The inputs that a loss may take. All tensors have one shape: all tokens of the sequences."""
 
 
 @dataclass(frozen=True, slots=True)

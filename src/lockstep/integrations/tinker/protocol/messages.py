@@ -20,7 +20,7 @@ from lockstep.tokens.errors import BadRequest
 
 DTYPES: Mapping[int, npt.DTypeLike] = {pb.FLOAT32: "<f4", pb.INT64: "<i8"}
 NO_LOGPROB = -99999.0
-"""What the API writes where a token has fewer alternatives than requested."""
+"""The logprob of an empty cell, where a token has fewer alternatives than requested."""
 IDENTITY_BYTES = 1024
 """Where model_id and seq_id are looked for in a request that cannot be read as a whole."""
 
