@@ -1,4 +1,4 @@
-"""A run's description is read strictly: what is wrong is named, nothing is guessed."""
+"""The training configuration is read strictly: errors name the field and its value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.train.config import TrainConfig
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse.toml"
 
 
-def test_the_example_is_a_run() -> None:
+def test_the_example_is_a_valid_configuration() -> None:
     config = TrainConfig.read(EXAMPLE)
     assert (config.env.name, config.rollout.groups, config.learner.lr) == ("reverse", 16, 1e-4)
     assert TrainConfig.of(config.to_dict()) == config
@@ -45,12 +45,14 @@ def test_the_example_is_a_run() -> None:
         ({"sinks": ["x"]}, r"sinks\[0\] is 'x': expected one of 'jsonl', 'wandb'"),
     ],
 )
-def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
+def test_a_wrong_field_is_an_error_with_its_name_and_value(
+    raw: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BadRequest, match=message):
         TrainConfig.of(raw)
 
 
-def test_files_that_are_no_toml_are_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_not_toml_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="cannot be read"):
         TrainConfig.read(tmp_path / "absent.toml")
     broken = tmp_path / "broken.toml"
@@ -59,6 +61,6 @@ def test_files_that_are_no_toml_are_named(tmp_path: Path) -> None:
         TrainConfig.read(broken)
 
 
-def test_secrets_are_not_written_down() -> None:
+def test_secrets_are_replaced_in_the_recorded_configuration() -> None:
     plain = TrainConfig.of({"serve": {"admin_token": "hush", "api_key": "hush"}}).to_dict()
     assert "hush" not in str(plain)

@@ -1,4 +1,4 @@
-"""What survives a server: whole checkpoints under names that cannot lead elsewhere."""
+"""The store: atomic checkpoints, and names that cannot escape its directory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(store: Store, record: CheckpointRecord, text: str = "weights") -> None
         (directory / "file").write_text(text)
 
 
-def test_what_was_written_is_found_by_the_next_process(store: Store) -> None:
+def test_records_are_found_by_the_next_process(store: Store) -> None:
     write(store, checkpoint())
     record, directory = Store(store.root).checkpoint(f"tinker://{RUN}/weights/one")
     assert (record.steps, record.size) == (3, 7)
@@ -45,7 +45,7 @@ def test_what_was_written_is_found_by_the_next_process(store: Store) -> None:
     assert Store(store.root).run(RUN).rank == 8
 
 
-def test_a_checkpoint_that_was_not_written_to_its_end_is_none(store: Store) -> None:
+def test_an_incomplete_checkpoint_does_not_exist(store: Store) -> None:
     def fails() -> None:
         with store.writing(checkpoint()) as directory:
             (directory / "file").write_text("half")
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_none(store: Store) -> N
     assert len(store.checkpoints(RUN)) == 1
 
 
-def test_a_name_that_is_taken_is_refused_unless_it_is_to_be_overwritten(store: Store) -> None:
+def test_an_existing_checkpoint_is_only_replaced_with_overwrite(store: Store) -> None:
     write(store, checkpoint())
     with pytest.raises(Conflict, match="exists: choose another name"):
         write(store, checkpoint(), "other")
@@ -71,7 +71,7 @@ def test_a_name_that_is_taken_is_refused_unless_it_is_to_be_overwritten(store: S
 
 
 @pytest.mark.parametrize("name", ["..", "../../x", ".hidden", "a/b", "a\0b", "%2e%2e"])
-def test_no_name_leads_out_of_the_directory(store: Store, name: str) -> None:
+def test_no_name_escapes_the_directory(store: Store, name: str) -> None:
     write(store, checkpoint(name))
     (record,) = store.checkpoints(RUN)
     assert record.name == name
@@ -83,12 +83,12 @@ def test_no_name_leads_out_of_the_directory(store: Store, name: str) -> None:
     "path",
     ["", "tinker://a/weights", "tinker://a/other/b", "/etc/passwd", "tinker://a/weights/b/c"],
 )
-def test_what_is_no_address_is_refused(store: Store, path: str) -> None:
+def test_a_malformed_path_is_an_error(store: Store, path: str) -> None:
     with pytest.raises(BadRequest, match="expected tinker://RUN/weights/NAME"):
         store.checkpoint(path)
 
 
-def test_what_expired_is_not_found_and_swept(store: Store) -> None:
+def test_expired_checkpoints_are_not_found_and_deleted(store: Store) -> None:
     write(store, checkpoint())
     path = f"tinker://{RUN}/weights/one"
     store.set_ttl(path, 3600)
@@ -100,7 +100,7 @@ def test_what_expired_is_not_found_and_swept(store: Store) -> None:
     assert not list(store.root.rglob("file"))
 
 
-def test_old_unnamed_samplers_are_swept_and_young_ones_stay(store: Store) -> None:
+def test_old_unnamed_samplers_are_deleted_and_new_ones_stay(store: Store) -> None:
     for name, age in (("old", 3), ("young", 1)):
         with store.writing_ephemeral(name) as directory:
             (directory / "file").write_text(name)

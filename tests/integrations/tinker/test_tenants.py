@@ -1,4 +1,4 @@
-"""Tenants of one trainer: runs are apart, and a sampler is looked for where its owner has it."""
+"""Tenants of one trainer: separate runs, and samplers found in the store of their tenant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE = BaseModel(("tiny",), Path("/models/tiny"), 128)
 
 
 class Directories:
-    """Samplers that are served as the directories of their weights."""
+    """Samplers that are served under the directories of their weights."""
 
     async def serve(self, directory: Path | None) -> str:
         return str(directory)
@@ -49,7 +49,7 @@ def by(tenants: TinkerTenants, tenant: str) -> TinkerService:
 
 
 def saved(service: TinkerService, name: str = "one") -> str:
-    """The path of a sampler's weights in a session of its own."""
+    """Save sampler weights in a new session, and return their path."""
     session = service.create_session(types.CreateSession()).session_id
     record = CheckpointRecord(
         model_id=f"{session}:train:0", kind="sampler_weights", name=name, created=now()
@@ -67,9 +67,7 @@ def sampler_of(service: SamplingService, path: str) -> str:
     return service.create_sampling_session(request).sampler_id
 
 
-def test_runs_of_a_tenant_are_out_of_reach_for_others(
-    tenants: TinkerTenants, tmp_path: Path
-) -> None:
+def test_runs_of_a_tenant_are_invisible_to_others(tenants: TinkerTenants, tmp_path: Path) -> None:
     mine = by(tenants, "mine").create_session(types.CreateSession())
     assert by(tenants, "mine").store.live_session(mine.session_id) == mine
     for other in ("..", "his", "default"):
@@ -77,12 +75,12 @@ def test_runs_of_a_tenant_are_out_of_reach_for_others(
             by(tenants, other).store.live_session(mine.session_id)
         assert by(tenants, other).store.sessions() == []
     assert by(tenants, "mine").sampling.cache_salt == "mine"
-    # The default tenant's own, and one for each of the others: nothing lies beside them.
+    # The files of the default tenant, and one directory for each other tenant.
     assert len(list((tmp_path / "gateway" / "tinker").rglob("sessions"))) == 4
     assert len(list(tmp_path.rglob("sessions"))) == 4
 
 
-async def test_names_of_other_models_are_not_those_of_samplers(tenants: TinkerTenants) -> None:
+async def test_names_of_other_models_are_not_samplers(tenants: TinkerTenants) -> None:
     assert await tenants.served_as("gpt-4") is None
     for name in ("tinker://run/sampler_weights/name", "session:sample:1"):
         with pytest.raises(NotFound, match="does not exist on this server"):
@@ -91,7 +89,7 @@ async def test_names_of_other_models_are_not_those_of_samplers(tenants: TinkerTe
         await tenants.served_as("tinker://run/name")
 
 
-async def test_a_sampler_is_looked_for_where_its_owner_has_it(
+async def test_a_sampler_is_found_in_the_store_of_its_tenant(
     tenants: TinkerTenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = {name: saved(by(tenants, name)) for name in ("default", "alice", "bob")}
@@ -105,7 +103,7 @@ async def test_a_sampler_is_looked_for_where_its_owner_has_it(
         assert await each.served_as(own["bob"]) == str(where)
 
 
-async def test_samplers_that_are_removed_are_gone_and_may_come_again(
+async def test_a_deleted_sampler_is_an_error_until_it_is_saved_again(
     tenants: TinkerTenants,
 ) -> None:
     alice = by(tenants, "alice")

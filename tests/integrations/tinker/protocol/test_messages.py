@@ -40,7 +40,7 @@ def completion(ids: list[int], logprobs: list[float], finish: Finish, **more: An
     )
 
 
-def test_a_request_of_the_sdk_is_read() -> None:
+def test_a_request_of_the_sdk_is_decoded() -> None:
     request = ForwardBackwardRequest.decode(REQUESTS["cross_entropy"])
     assert (request.model_id, request.seq_id, request.loss_fn) == ("s1:train:0", 1, "cross_entropy")
     assert request.data[0].tokens == (5, 6, 7)

@@ -1,4 +1,4 @@
-"""The trained adapter: the engine's logprobs bit for bit, gradients once, states that come back."""
+"""The trained adapter: the engine's logprobs bit for bit, gradients, and restored states."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def chunk(*data: Datum, seq: int = 1, **more: Any) -> ForwardBackwardRequest:
 
 
 def taught(base: LoraModel, **settings: Any) -> TrainingModel:
-    """A trainer after two steps, so that both factors of each update are at work."""
+    """A trainer after two steps, so that both factors of each update are nonzero."""
     model = trainer(base, **settings)
     for _ in range(2):
         model.forward_backward(chunk(datum(1, 40), datum(2, 17)))
@@ -102,7 +102,7 @@ def test_the_engine_serves_the_trainers_logprobs_bit_for_bit(
         ({"train_attn": False, "train_mlp": False}, {"lm_head"}),
     ],
 )
-def test_only_what_was_asked_for_is_trained(
+def test_only_the_requested_modules_are_trained(
     base: LoraModel, flags: dict[str, bool], targets: set[str]
 ) -> None:
     model = trainer(base, **flags)
@@ -170,7 +170,7 @@ def test_a_forward_leaves_gradients_alone(base: LoraModel) -> None:
 
 
 @pytest.mark.failure_mode("F81")
-def test_a_refused_chunk_leaves_no_gradient_and_the_step_after_it_is_refused(
+def test_a_failed_chunk_leaves_no_gradient_and_fails_the_next_step(
     base: LoraModel,
 ) -> None:
     model = trainer(base)
@@ -190,7 +190,7 @@ def test_a_refused_chunk_leaves_no_gradient_and_the_step_after_it_is_refused(
     assert model.optim_step(STEP)["grad_norm"] > 0
 
 
-def test_weights_and_moments_come_back(base: LoraModel, tmp_path: Path) -> None:
+def test_weights_and_moments_are_restored(base: LoraModel, tmp_path: Path) -> None:
     model = taught(base)
     model.save(tmp_path)
     both, weights_only = trainer(base, seed=9), trainer(base, seed=9)
@@ -230,7 +230,7 @@ def test_many_targets_at_one_position_give_a_matrix(base: LoraModel) -> None:
         ({"weights": tensor([np.nan, 1, 1, 1])}, "only finite numbers"),
     ],
 )
-def test_data_that_makes_no_sense_is_refused_with_its_name(
+def test_wrong_data_is_an_error_that_names_the_field(
     base: LoraModel, spoil: dict[str, Tensor], says: str
 ) -> None:
     good = datum(1, 5)
@@ -238,7 +238,7 @@ def test_data_that_makes_no_sense_is_refused_with_its_name(
         trainer(base).forward_backward(chunk(replace(good, inputs=good.inputs | spoil)))
 
 
-def test_settings_that_cannot_be_trained_are_refused(base: LoraModel) -> None:
+def test_settings_that_cannot_be_trained_are_an_error(base: LoraModel) -> None:
     with pytest.raises(BadRequest, match="rank is 65: expected 1 to 64"):
         trainer(base, rank=65)
     with pytest.raises(BadRequest, match="nothing would be trained"):

@@ -167,7 +167,7 @@ class Futures:
             pass
         return list(ended.pending), ended.first + len(ended.pending)
 
-    def _under(self, label: str) -> _EndedRequests:
+    def _ended_of(self, label: str) -> _EndedRequests:
         return self._ended.setdefault(label, _EndedRequests(self._first))
 
     def cancel(self, request_id: str) -> None:
