@@ -10,7 +10,7 @@ from lockstep.train.envs.environment import (
     load_environment,
 )
 from lockstep.train.loop import Trainer
-from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
+from lockstep.train.records.step_metrics import Evaluation, RunResult, StepMetrics
 
 __all__ = [
     "Environment",

@@ -14,7 +14,7 @@ import msgspec
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.losses.loss import Loss, Option
-from lockstep.train.losses.table import LOSSES
+from lockstep.train.losses.loss_table import LOSSES
 
 Handling = Literal["drop", "mask", "keep"]
 SinkName = Literal["jsonl", "wandb", "tensorboard", "trackio", "mlflow"]

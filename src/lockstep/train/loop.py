@@ -23,9 +23,9 @@ from lockstep.train.learning.batch import Clock, RolloutGroup, is_stale
 from lockstep.train.learning.exactness import Exactness, base_card, check_base
 from lockstep.train.learning.learner import Learner, own_plan
 from lockstep.train.publish import FleetLike, Publisher
-from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.sinks import Sinks, check_sinks
+from lockstep.train.records.step_metrics import Evaluation, RunResult, StepMetrics
 from lockstep.train.retry import RetryPolicy
 from lockstep.train.rollout import RolloutRunner
 from lockstep.train.steps import OnStep, StepRunner

@@ -16,7 +16,7 @@ from lockstep.train.envs.environment import Environment, RolloutContext, Split, 
 from lockstep.train.failure import from_env, one_error, tasks_ended
 from lockstep.train.group_requests import GroupRequests, SiblingWaits
 from lockstep.train.learning.batch import Rollout, RolloutGroup
-from lockstep.train.records.metrics import Evaluation
+from lockstep.train.records.step_metrics import Evaluation
 from lockstep.train.retry import RetryPolicy
 
 Restore = Callable[[LockstepError], Awaitable[None]]

@@ -24,9 +24,9 @@ from lockstep.train.learning.exactness import Exactness
 from lockstep.train.learning.learner import Learner
 from lockstep.train.learning.teacher import teacher_logprobs
 from lockstep.train.publish import Published, Publisher
-from lockstep.train.records.metrics import StepMetrics, nothing_learnt, step_metrics
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.sinks import Sinks
+from lockstep.train.records.step_metrics import StepMetrics, nothing_learnt, step_metrics
 from lockstep.train.records.transcript import transcripts
 
 OnStep = Callable[[StepMetrics], None]

@@ -12,11 +12,11 @@ import pytest
 from lockstep.engine import exact
 from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, UpdateFailed
 from lockstep.tokens.numerics import NumericsPlan
-from tests.integrations.tinker.training.test_trainer import load
+from tests.integrations.tinker.training.test_training_model import load
 
 ALL = LoraSettings(rank=8)
 

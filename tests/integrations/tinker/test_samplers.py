@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.store import SamplerRecord, Store, now
+from lockstep.integrations.tinker.tinker_store import SamplerRecord, Store, now
 from lockstep.storage.desired_state import AdapterSpec, Desired
 from lockstep.tokens import Completion, Sampling, VersionSpan
 from lockstep.tokens.completion import Finish

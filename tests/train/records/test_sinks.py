@@ -14,8 +14,8 @@ import pytest
 from lockstep.tokens.errors import BadRequest
 from lockstep.train import TrainConfig
 from lockstep.train.records import sinks
-from lockstep.train.records.metrics import Evaluation
 from lockstep.train.records.sinks import Sinks, check_sinks
+from lockstep.train.records.step_metrics import Evaluation
 from tests.train.conftest import Stack, run_config
 
 

@@ -19,14 +19,14 @@ from lockstep.engine import exact
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.numerics import plan as numerics
 from lockstep.fleet.fleet import Fleet
-from lockstep.integrations.tinker.protocol import types
-from lockstep.integrations.tinker.rest import RestRoutes
-from lockstep.integrations.tinker.routes import TinkerRoutes
+from lockstep.integrations.tinker.protocol import json_bodies as bodies
+from lockstep.integrations.tinker.rest_routes import RestRoutes
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.sampling import BaseModel
-from lockstep.integrations.tinker.tenants import TinkerTenants
-from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
-from lockstep.integrations.tinker.training.trainer import TrainingModel
+from lockstep.integrations.tinker.sampling_service import BaseModel
+from lockstep.integrations.tinker.tinker_routes import TinkerRoutes
+from lockstep.integrations.tinker.tinker_tenants import TinkerTenants
+from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.training_model import TrainingModel
 from lockstep.models import bundled
 from lockstep.storage.file_lock import FileLock
 from lockstep.tokens.errors import BadRequest, LockstepError
@@ -104,7 +104,7 @@ class AttachedTrainer:
         """The routes of the API."""
         return [*TinkerRoutes(self.tenants).routes, *RestRoutes(self.tenants).routes]
 
-    def settings(self, config: types.LoraConfig) -> LoraSettings:
+    def settings(self, config: bodies.LoraConfig) -> LoraSettings:
         """Return the LoRA settings for the request of a client."""
         settings = LoraSettings(**msgspec.structs.asdict(config))
         return settings if self.options.train_unembed else replace(settings, train_unembed=False)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.integrations.tinker.store import SamplerRecord
-from lockstep.integrations.tinker.training.lora import WEIGHTS
+from lockstep.integrations.tinker.tinker_store import SamplerRecord
+from lockstep.integrations.tinker.training.lora_tensors import WEIGHTS
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import Conflict, LockstepError, NotFound, RolloutFailed, Unavailable

@@ -35,8 +35,8 @@ from lockstep.train.config import (
 from lockstep.train.demo.report_page import write_report
 from lockstep.train.demo.view import RunView
 from lockstep.train.loop import Trainer
-from lockstep.train.records.metrics import StepMetrics
 from lockstep.train.records.run_dir import RunDirectory
+from lockstep.train.records.step_metrics import StepMetrics
 from lockstep.train.retry import TRANSIENT
 
 Task = Literal["calc", "reverse", "guess"]

@@ -15,7 +15,7 @@ from typing import Any, Protocol, get_args
 
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.config import SinkName
-from lockstep.train.records.metrics import Evaluation, StepMetrics
+from lockstep.train.records.step_metrics import Evaluation, StepMetrics
 
 log = logging.getLogger(__name__)
 OnFailure = Callable[[str, str], None]

@@ -12,7 +12,7 @@ from lockstep.engine.forward_pass import target_logprobs
 from lockstep.integrations.tinker.training.datums import TrainingSequence, api_loss, batches
 from lockstep.tokens.errors import BadRequest
 from tests.engine.rig import ids
-from tests.integrations.tinker.training.test_trainer import load
+from tests.integrations.tinker.training.test_training_model import load
 
 PROMPT = 20
 

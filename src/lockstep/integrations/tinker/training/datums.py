@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.integrations.tinker.protocol.messages import Datum
+from lockstep.integrations.tinker.protocol.protobuf_messages import Datum
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.losses.loss import Loss
-from lockstep.train.losses.table import LOSSES
+from lockstep.train.losses.loss_table import LOSSES
 
 PASS_TOKENS = 16384
 """Maximum number of tokens in a forward pass, with padding. A longer sequence gets its own pass."""

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from lockstep.integrations.tinker.calls.futures import PROTOBUF, Futures, Pending, Result
-from lockstep.integrations.tinker.protocol import types
-from lockstep.integrations.tinker.protocol.messages import encode_samples
+from lockstep.integrations.tinker.protocol import json_bodies as bodies
+from lockstep.integrations.tinker.protocol.protobuf_messages import encode_samples
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.store import SCHEME, SamplerRecord, Store, now
+from lockstep.integrations.tinker.tinker_store import SCHEME, SamplerRecord, Store, now
 from lockstep.tokens.errors import BadRequest, Busy, NotFound
 
 MAX_SAMPLES = 5000
@@ -84,7 +84,7 @@ class SamplingService:
         directory = self.find(name).directory
         return None if directory is None else Path(directory)
 
-    def create_sampling_session(self, request: types.CreateSamplingSession) -> SamplerRecord:
+    def create_sampling_session(self, request: bodies.CreateSamplingSession) -> SamplerRecord:
         """Create a sampler of the base model or of a checkpoint. A repeated request returns it.
 
         Raises Gone or NotFound for an unknown session or checkpoint, and BadRequest for an id that
@@ -114,7 +114,7 @@ class SamplingService:
             raise BadRequest(f"sampling session {sampler_id!r} exists with other weights")
         return existing
 
-    def sample(self, request: types.SampleCall) -> Pending:
+    def sample(self, request: bodies.SampleCall) -> Pending:
         """Start a sample. A repeated request returns the same one.
 
         Raises NotFound, BadRequest for a seq_id that was used for another sample, and Busy when too

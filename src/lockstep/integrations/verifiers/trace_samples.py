@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.integrations.verifiers.client import key_of
+from lockstep.integrations.verifiers.lockstep_client import key_of
 from lockstep.tokens import Sample, VersionSpan
 from lockstep.tokens.errors import Conflict
 

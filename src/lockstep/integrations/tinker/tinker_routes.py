@@ -14,10 +14,10 @@ from starlette.routing import Route
 from lockstep.http.body import JSON, read_pieces
 from lockstep.http.handlers import json_response
 from lockstep.integrations.tinker.calls.futures import PROTOBUF, Pending
-from lockstep.integrations.tinker.protocol import types
-from lockstep.integrations.tinker.protocol.messages import ForwardBackwardRequest, identity
-from lockstep.integrations.tinker.service import TinkerService
-from lockstep.integrations.tinker.tenants import TinkerTenants
+from lockstep.integrations.tinker.protocol import json_bodies as bodies
+from lockstep.integrations.tinker.protocol.protobuf_messages import ForwardBackwardRequest, identity
+from lockstep.integrations.tinker.tinker_service import TinkerService
+from lockstep.integrations.tinker.tinker_tenants import TinkerTenants
 from lockstep.tokens.errors import BadRequest, Gone
 
 PREFIX = "/api/v1"
@@ -26,7 +26,7 @@ POLL_SECONDS = 20.0
 BODY_BYTES = 256 << 20
 CONFIG: dict[str, Any] = {"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True}
 DYNAMIC_CONFIG: dict[str, Any] = {"sample_cancel_enabled": True}
-B = TypeVar("B", bound=types.Body)
+B = TypeVar("B", bound=bodies.Body)
 
 
 class TinkerRoutes:
@@ -74,13 +74,13 @@ class TinkerRoutes:
 
     async def _create_session(self, request: Request) -> Response:
         record = self._tenants.of(request).create_session(
-            types.read(types.CreateSession, await body_of(request))
+            bodies.read(bodies.CreateSession, await body_of(request))
         )
         return json_response({"session_id": record.session_id, "type": "create_session"})
 
     async def _heartbeat(self, request: Request) -> Response:
         self._tenants.of(request).store.live_session(
-            types.read(types.SessionId, await body_of(request)).session_id
+            bodies.read(bodies.SessionId, await body_of(request)).session_id
         )
         return json_response({"type": "session_heartbeat"})
 
@@ -91,13 +91,13 @@ class TinkerRoutes:
     # Training
 
     async def _create_model(self, request: Request) -> Response:
-        body = types.read(types.CreateModel, await body_of(request))
+        body = bodies.read(bodies.CreateModel, await body_of(request))
         model_id, pending = self._tenants.of(request).create_model(body)
         return json_response({"request_id": pending.request_id, "model_id": model_id})
 
     async def _get_info(self, request: Request) -> Response:
         live = self._tenants.of(request).live(
-            types.read(types.ModelId, await body_of(request)).model_id
+            bodies.read(bodies.ModelId, await body_of(request)).model_id
         )
         run = live.run
         data = {
@@ -131,17 +131,17 @@ class TinkerRoutes:
         return _accepted(pending)
 
     async def _optim_step(self, request: Request) -> Response:
-        return await self._call(request, types.OptimStep, TinkerService.optim_step)
+        return await self._call(request, bodies.OptimStep, TinkerService.optim_step)
 
     async def _save_weights(self, request: Request) -> Response:
-        return await self._call(request, types.SaveWeights, TinkerService.save_weights)
+        return await self._call(request, bodies.SaveWeights, TinkerService.save_weights)
 
     async def _load_weights(self, request: Request) -> Response:
-        return await self._call(request, types.LoadWeights, TinkerService.load_weights)
+        return await self._call(request, bodies.LoadWeights, TinkerService.load_weights)
 
     async def _save_weights_for_sampler(self, request: Request) -> Response:
         call = TinkerService.save_weights_for_sampler
-        return await self._call(request, types.SaveWeightsForSampler, call)
+        return await self._call(request, bodies.SaveWeightsForSampler, call)
 
     async def _call(
         self, request: Request, kind: type[B], call: Callable[[TinkerService, B], Pending]
@@ -149,27 +149,29 @@ class TinkerRoutes:
         """Submit one call of a model. A rejected call is counted, so that later calls go on."""
         service, raw = self._tenants.of(request), await body_of(request)
         try:
-            return _accepted(call(service, types.read(kind, raw)))
+            return _accepted(call(service, bodies.read(kind, raw)))
         except BadRequest:
-            call_id = types.identity_of(raw)
+            call_id = bodies.identity_of(raw)
             service.reject(call_id.model_id, call_id.seq_id, trains=False)
             raise
 
     # Sampling
 
     async def _create_sampling_session(self, request: Request) -> Response:
-        body = types.read(types.CreateSamplingSession, await body_of(request))
+        body = bodies.read(bodies.CreateSamplingSession, await body_of(request))
         sampler = self._tenants.of(request).sampling.create_sampling_session(body)
         return json_response({"sampling_session_id": sampler.sampler_id})
 
     async def _sample(self, request: Request) -> Response:
-        body = types.read(types.SampleCall, await body_of(request))
+        body = bodies.read(bodies.SampleCall, await body_of(request))
         pending = self._tenants.of(request).sampling.sample(body)
         ids = [f"{pending.request_id}:{index}" for index in range(body.num_samples)]
         return json_response({"request_id": pending.request_id, "sample_sequence_ids": ids})
 
     async def _join(self, request: Request) -> Response:
-        sampler_id = types.read(types.SamplingSessionId, await body_of(request)).sampling_session_id
+        sampler_id = bodies.read(
+            bodies.SamplingSessionId, await body_of(request)
+        ).sampling_session_id
         self._tenants.of(request).sampling.find(sampler_id)
         # Random, not counted: after a restart a counter would give two clones one number.
         counter = 1 + secrets.randbelow(2**30)
@@ -178,7 +180,7 @@ class TinkerRoutes:
     # Results
 
     async def _retrieve_future(self, request: Request) -> Response:
-        request_id = types.read(types.RetrieveFuture, await body_of(request)).request_id
+        request_id = bodies.read(bodies.RetrieveFuture, await body_of(request)).request_id
         result = await self._tenants.of(request).futures.wait(request_id, POLL_SECONDS)
         if result is None:
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
@@ -186,7 +188,7 @@ class TinkerRoutes:
         return Response(result.body, media_type=result.kind)
 
     async def _retrieve_futures(self, request: Request) -> Response:
-        body = types.read(types.RetrieveFutures, await body_of(request))
+        body = bodies.read(bodies.RetrieveFutures, await body_of(request))
         futures, target = self._tenants.of(request).futures, body.target
         futures.drop(body.retrieved_request_ids)
         label = f"{target.sampling_session_id}/{target.cloned_sampler_id}"
@@ -196,7 +198,7 @@ class TinkerRoutes:
         return json_response({"completions": completions, "cursor": cursor})
 
     async def _cancel_future(self, request: Request) -> Response:
-        request_id = types.read(types.RetrieveFuture, await body_of(request)).request_id
+        request_id = bodies.read(bodies.RetrieveFuture, await body_of(request)).request_id
         with suppress(Gone):  # the work is over, which is what the client wants
             self._tenants.of(request).futures.cancel(request_id)
         return Response(status_code=204)

@@ -10,12 +10,12 @@ from starlette.requests import Request
 
 from lockstep.gateway.tenants import Caller
 from lockstep.http.handlers import CALLER
-from lockstep.integrations.tinker.protocol import types
+from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.sampling import BaseModel, SamplingService
-from lockstep.integrations.tinker.service import LoraTrainer, TinkerService
-from lockstep.integrations.tinker.store import CheckpointRecord, now
-from lockstep.integrations.tinker.tenants import TinkerTenants
+from lockstep.integrations.tinker.sampling_service import BaseModel, SamplingService
+from lockstep.integrations.tinker.tinker_service import LoraTrainer, TinkerService
+from lockstep.integrations.tinker.tinker_store import CheckpointRecord, now
+from lockstep.integrations.tinker.tinker_tenants import TinkerTenants
 from lockstep.tokens.errors import BadRequest, Gone, NotFound
 
 BASE = BaseModel(("tiny",), Path("/models/tiny"), 128)
@@ -50,7 +50,7 @@ def by(tenants: TinkerTenants, tenant: str) -> TinkerService:
 
 def saved(service: TinkerService, name: str = "one") -> str:
     """Save sampler weights in a new session, and return their path."""
-    session = service.create_session(types.CreateSession()).session_id
+    session = service.create_session(bodies.CreateSession()).session_id
     record = CheckpointRecord(
         model_id=f"{session}:train:0", kind="sampler_weights", name=name, created=now()
     )
@@ -61,14 +61,14 @@ def saved(service: TinkerService, name: str = "one") -> str:
 
 def sampler_of(service: SamplingService, path: str) -> str:
     session_id = path.removeprefix("tinker://").partition(":")[0]
-    request = types.CreateSamplingSession(
+    request = bodies.CreateSamplingSession(
         session_id=session_id, sampling_session_seq_id=1, model_path=path, base_model="tiny"
     )
     return service.create_sampling_session(request).sampler_id
 
 
 def test_runs_of_a_tenant_are_invisible_to_others(tenants: TinkerTenants, tmp_path: Path) -> None:
-    mine = by(tenants, "mine").create_session(types.CreateSession())
+    mine = by(tenants, "mine").create_session(bodies.CreateSession())
     assert by(tenants, "mine").store.live_session(mine.session_id) == mine
     for other in ("..", "his", "default"):
         with pytest.raises(Gone):

@@ -17,14 +17,14 @@ import msgspec
 
 from lockstep.integrations.tinker.calls.futures import PROTOBUF, Futures, Pending, Result
 from lockstep.integrations.tinker.calls.sequencer import Sequencer
-from lockstep.integrations.tinker.protocol import types
-from lockstep.integrations.tinker.protocol.messages import (
+from lockstep.integrations.tinker.protocol import json_bodies as bodies
+from lockstep.integrations.tinker.protocol.protobuf_messages import (
     ForwardBackwardRequest,
     encode_forward_backward,
 )
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.sampling import BaseModel, SamplingService, digest_of
-from lockstep.integrations.tinker.store import (
+from lockstep.integrations.tinker.sampling_service import BaseModel, SamplingService, digest_of
+from lockstep.integrations.tinker.tinker_store import (
     CheckpointRecord,
     Kind,
     RunRecord,
@@ -33,8 +33,8 @@ from lockstep.integrations.tinker.store import (
     Store,
     now,
 )
-from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
-from lockstep.integrations.tinker.training.trainer import TrainingModel
+from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.training_model import TrainingModel
 from lockstep.tokens.errors import BadRequest, NotFound, UnsupportedField
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class LoraTrainer(Protocol):
     @property
     def thread(self) -> ThreadPoolExecutor: ...
 
-    def settings(self, config: types.LoraConfig) -> LoraSettings:
+    def settings(self, config: bodies.LoraConfig) -> LoraSettings:
         """Return the LoRA settings for the request of a client."""
         ...
 
@@ -109,7 +109,7 @@ class TinkerService:
 
     # Sessions
 
-    def create_session(self, request: types.CreateSession) -> SessionRecord:
+    def create_session(self, request: bodies.CreateSession) -> SessionRecord:
         record = SessionRecord(
             session_id=str(uuid.uuid4()),
             created=now(),
@@ -123,7 +123,7 @@ class TinkerService:
 
     # Models
 
-    def create_model(self, request: types.CreateModel) -> tuple[str, Pending]:
+    def create_model(self, request: bodies.CreateModel) -> tuple[str, Pending]:
         """Return the id of a new model, and the request that creates it. Repeatable.
 
         Raises Gone for an unknown session, BadRequest when the id was used for another model, and
@@ -148,7 +148,7 @@ class TinkerService:
         self._created[model_id] = digest, pending
         return model_id, pending
 
-    async def _create(self, model_id: str, request: types.CreateModel) -> None:
+    async def _create(self, model_id: str, request: bodies.CreateModel) -> None:
         self.base.check(request.base_model)
         if request.lora_config is None:
             raise UnsupportedField(
@@ -226,7 +226,7 @@ class TinkerService:
 
         live.calls.consume(seq_id, work)
 
-    def optim_step(self, request: types.OptimStep) -> Pending:
+    def optim_step(self, request: bodies.OptimStep) -> Pending:
         """Submit an optimizer step. Raises as `forward_backward`."""
         live = self.live(request.model_id)
 
@@ -242,7 +242,7 @@ class TinkerService:
             request.seq_id, digest_of(request), lambda: self._in_thread(compute)
         )
 
-    def save_weights(self, request: types.SaveWeights) -> Pending:
+    def save_weights(self, request: bodies.SaveWeights) -> Pending:
         """Submit saving a checkpoint. Raises as `forward_backward`."""
         live = self.live(request.model_id)
 
@@ -260,7 +260,7 @@ class TinkerService:
 
         return live.calls.submit(request.seq_id, digest_of(request), work)
 
-    def load_weights(self, request: types.LoadWeights) -> Pending:
+    def load_weights(self, request: bodies.LoadWeights) -> Pending:
         """Submit loading a checkpoint. Raises as `forward_backward`, BadRequest without a model."""
         if request.model_id is None or request.seq_id is None:
             raise BadRequest(
@@ -279,7 +279,7 @@ class TinkerService:
             request.seq_id, digest_of(request), lambda: self._in_thread(compute)
         )
 
-    def save_weights_for_sampler(self, request: types.SaveWeightsForSampler) -> Pending:
+    def save_weights_for_sampler(self, request: bodies.SaveWeightsForSampler) -> Pending:
         """Submit saving a sampler. Raises as `forward_backward`."""
         live = self.live(request.model_id)
 
@@ -319,7 +319,7 @@ class TinkerService:
         live: LiveModel,
         kind: Kind,
         name: str | None,
-        request: types.SaveWeights | types.SaveWeightsForSampler,
+        request: bodies.SaveWeights | bodies.SaveWeightsForSampler,
     ) -> CheckpointRecord:
         name = name or f"step-{live.training.steps}-{secrets.token_hex(3)}"
         if "/" in name:

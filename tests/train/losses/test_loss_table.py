@@ -10,7 +10,7 @@ import torch
 
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.losses.loss import Loss, TokenLoss
-from lockstep.train.losses.table import LOSSES
+from lockstep.train.losses.loss_table import LOSSES
 
 OLD = torch.tensor([0.0, -1.0, -0.5, -2.0, -1.5])
 A = torch.tensor([0.0, 1.0, -1.0, 2.0, -0.5])

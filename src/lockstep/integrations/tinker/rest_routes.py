@@ -10,10 +10,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.http.handlers import json_response
-from lockstep.integrations.tinker.protocol import types
-from lockstep.integrations.tinker.routes import PREFIX, body_of
-from lockstep.integrations.tinker.store import KINDS, SCHEME, CheckpointRecord, RunRecord, Store
-from lockstep.integrations.tinker.tenants import TinkerTenants
+from lockstep.integrations.tinker.protocol import json_bodies as bodies
+from lockstep.integrations.tinker.tinker_routes import PREFIX, body_of
+from lockstep.integrations.tinker.tinker_store import (
+    KINDS,
+    SCHEME,
+    CheckpointRecord,
+    RunRecord,
+    Store,
+)
+from lockstep.integrations.tinker.tinker_tenants import TinkerTenants
 from lockstep.tokens.errors import BadRequest
 
 CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"
@@ -100,7 +106,7 @@ class RestRoutes:
         )
 
     async def _weights_info(self, request: Request) -> Response:
-        path = types.read(types.TinkerPath, await body_of(request)).tinker_path
+        path = bodies.read(bodies.TinkerPath, await body_of(request)).tinker_path
         record, _ = self._store(request).checkpoint(path)
         run = self._store(request).run(record.model_id)
         return json_response(
@@ -120,7 +126,7 @@ class RestRoutes:
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
-        seconds = types.read(types.Ttl, await body_of(request)).ttl_seconds
+        seconds = bodies.read(bodies.Ttl, await body_of(request)).ttl_seconds
         self._store(request).set_ttl(_path(request), seconds)
         return Response(status_code=204)
 

@@ -12,10 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.engine import exact
-from lockstep.integrations.tinker.protocol.messages import Datum, ForwardBackwardRequest, Tensor
-from lockstep.integrations.tinker.protocol.types import AdamParams
-from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
-from lockstep.integrations.tinker.training.trainer import TrainingModel
+from lockstep.integrations.tinker.protocol.json_bodies import AdamParams
+from lockstep.integrations.tinker.protocol.protobuf_messages import (
+    Datum,
+    ForwardBackwardRequest,
+    Tensor,
+)
+from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.training_model import TrainingModel
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from tests.engine.rig import Rig, ids

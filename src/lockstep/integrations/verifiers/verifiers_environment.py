@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from lockstep.integrations.verifiers.client import SELECT_HEADER, SELECT_VALUE, install
-from lockstep.integrations.verifiers.samples import trace_samples
+from lockstep.integrations.verifiers.lockstep_client import SELECT_HEADER, SELECT_VALUE, install
+from lockstep.integrations.verifiers.trace_samples import trace_samples
 from lockstep.tokens.errors import BadRequest, RolloutFailed, Unavailable
 from lockstep.train.envs.environment import Reward, RolloutContext, Split, Task
 

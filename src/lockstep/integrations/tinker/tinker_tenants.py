@@ -9,9 +9,9 @@ from starlette.requests import Request
 
 from lockstep.gateway.tenants import Caller, caller_of
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.sampling import BaseModel
-from lockstep.integrations.tinker.service import LoraTrainer, TinkerService
-from lockstep.integrations.tinker.store import SCHEME, Store, file_name, parse
+from lockstep.integrations.tinker.sampling_service import BaseModel
+from lockstep.integrations.tinker.tinker_service import LoraTrainer, TinkerService
+from lockstep.integrations.tinker.tinker_store import SCHEME, Store, file_name, parse
 from lockstep.storage.api_keys import DEFAULT_TENANT
 from lockstep.tokens.errors import NotFound
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.integrations.tinker.protocol.messages import (
+from lockstep.integrations.tinker.protocol.protobuf_messages import (
     ForwardBackwardRequest,
     encode_forward_backward,
     encode_samples,

@@ -12,10 +12,10 @@ import torch
 
 from lockstep.engine.forward_pass import target_logprobs
 from lockstep.engine.probe import write_probe
-from lockstep.integrations.tinker.protocol.messages import ForwardBackwardRequest
-from lockstep.integrations.tinker.protocol.types import AdamParams
+from lockstep.integrations.tinker.protocol.json_bodies import AdamParams
+from lockstep.integrations.tinker.protocol.protobuf_messages import ForwardBackwardRequest
 from lockstep.integrations.tinker.training.datums import api_loss, batches, read_datum
-from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings, LoraTensors
+from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings, LoraTensors
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 
 OPTIMIZER = "optimizer.pt"

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lockstep.integrations.tinker.store import (
+from lockstep.integrations.tinker.tinker_store import (
     CheckpointRecord,
     Kind,
     RunRecord,
