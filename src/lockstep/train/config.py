@@ -203,8 +203,10 @@ class TeacherConfig:
 class TrainConfig:
     """The configuration of one run.
 
-    config = TrainConfig.read("run.toml")
-    result = await Trainer(config).run()
+        config = TrainConfig.read("run.toml")
+        result = await Trainer(config).run()
+
+    A field that does not exist, or has a wrong type or value, raises BadRequest with its name.
     """
 
     model: Annotated[str, "Weights that training starts from: bundled name or directory."] = "tiny"

@@ -121,6 +121,7 @@ class GroupRequests:
                     queued.completion.set_exception(_copy_error(error))
             return
         longest = max(len(completion.token_ids) for completion in completions)
+        # Choice i was sampled with seed + i, which is the seed of the i-th request of the run.
         for queued, completion in zip(run, completions, strict=True):
             self.waits.sampled += len(completion.token_ids)
             if not queued.completion.done():

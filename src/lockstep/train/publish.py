@@ -94,6 +94,7 @@ class Publisher:
 
     async def ensure(self) -> None:
         """Push the current weights again if the fleet no longer serves them."""
+        # Under the lock: several rollouts may find at once that the fleet lost its weights.
         async with self._lock:
             current = self.current
             if current is not None and not _serves(await self._fleet.state(), current.label):

@@ -107,6 +107,7 @@ class StepRunner:
         tokenizer = self.policy.renderer().tokenizer
         self.directory.samples(transcripts(step, env, batch, outcome.logprobs, tokenizer, count))
         draft = replace(draft, time_save=save_seconds)
+        # Async mode: the next step is learnt while the fleet stages and proves this one.
         if on_served is None:
             await self._serve(draft, started)
         else:

@@ -188,6 +188,7 @@ class RayFleet:
                 param="weights_dir",
             )
         checkpoint = ObjectCheckpoint.put(directory)
+        # First to the holder: a worker that restarts during the fetch reads the checkpoint there.
         ray.get(self._holder.add.remote(checkpoint))
         ray.get([actor.fetch.remote(checkpoint) for actor in self._actors.values()])
         return checkpoint.write(self._weights_dir)

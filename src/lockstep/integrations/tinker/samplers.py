@@ -151,6 +151,7 @@ class Samplers:
 
     async def _take(self, name: str, directory: Path) -> None:
         """Load an adapter unless it is loaded, and count one more user of it."""
+        # One lock per adapter: a load must not overlap an unload of the same name.
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name in self._users and name not in self._fleet.desired.adapters:
                 del self._users[name]  # an operator has unloaded it

@@ -46,6 +46,7 @@ def learn_in_one_pass(trainer: Any) -> None:
     reused = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
     if reused or not samples_untruncated(args) or not trainer.vllm_importance_sampling_correction:
         return
+    # With the correction on, TRL recomputes all logprobs in an extra pass before the loss.
     trainer.vllm_importance_sampling_correction = False
     score, compute = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
     last: list[Any] = []

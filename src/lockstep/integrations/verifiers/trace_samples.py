@@ -36,6 +36,7 @@ def _sample(branch: Any, records: dict[int, Any], trained: set[int]) -> Sample |
         ids += node.token_ids
         count = sum(node.mask)
         start = len(ids) - count
+        # A node that several branches share is trained in the first branch only.
         fresh = count > 0 and id(node) not in trained
         mask += [bool(sampled) and fresh for sampled in node.mask]
         logprobs += [0.0] * (len(node.token_ids) - count)

@@ -29,9 +29,11 @@ BUNDLED = ("tiny", "tiny-moe")
 
 
 def write_report(directory: str | Path, path: str | Path | None = None) -> Path:
-    """Write the report of the run in `directory`, by default there, and return its path.
+    """Write the report of the run in `directory` and return its path.
 
-    write_report("run")    # run/report.html
+        write_report("runs/reverse")
+
+    `path` defaults to report.html in the directory.
     """
     target = Path(path) if path is not None else Path(directory) / "report.html"
     page = render(Run.read(directory))

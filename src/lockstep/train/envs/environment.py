@@ -45,9 +45,11 @@ class Reward:
 
 
 class RolloutContext:
-    """The policy within one rollout: opens conversations and sessions, and collects their samples.
+    """The policy within one rollout: opens conversations and sessions.
 
-    turn = await context.chat(task).send("What is 2 + 2?")
+        turn = await context.chat(task).send("What is 2 + 2?")
+
+    Every conversation and session becomes a sample that is learnt from.
     """
 
     def __init__(
@@ -135,16 +137,18 @@ class RolloutContext:
 
 @runtime_checkable
 class Environment(Protocol):
-    """An environment: two methods. [env.options] of the config are its constructor arguments.
+    """An environment: a source of tasks, and rollouts with a reward.
 
-    class Echo:
-        def tasks(self, split, seed):
-            while True:
-                yield Task(({"role": "user", "content": "Say yes."},))
+        class Agree:
+            def tasks(self, split, seed):
+                while True:
+                    yield Task(({"role": "user", "content": "Say yes."},))
 
-        async def rollout(self, task, context):
-            turn = await context.chat(task).send(list(task.messages))
-            return Reward(float("yes" in turn.text), turn.text == "yes")
+            async def rollout(self, task, context):
+                turn = await context.chat(task).send(list(task.messages))
+                return Reward(float("yes" in turn.text), turn.text == "yes")
+
+    [env.options] of the configuration are the arguments of its constructor.
     """
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:

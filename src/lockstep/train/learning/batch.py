@@ -124,6 +124,7 @@ def make_batch(
                 if stale or rejected or not mask.any():
                     dropped += 1
                     continue
+                # "mask" learns only from the tokens of the newest version in the sample.
                 if len(labels) > 1 and config.loop.mixed == "mask":
                     mask &= lag_T == lag_T[mask].min()
                 lags.append(lag_T[mask])

@@ -89,6 +89,7 @@ class Sequencer:
 
     async def _wait(self) -> None:
         """Wait for the next call. Fail the calls behind one that does not arrive in time."""
+        # An idle client may wait for ever; a gap is an error once later calls wait behind it.
         behind = [seq for seq in self._calls if seq > self._next]
         self._arrived.clear()
         if not behind:

@@ -210,6 +210,7 @@ class LoraModel:
         pair = self._applied.pairs.get(name) if self._applied else None
         if self._applied is None or pair is None:
             return out
+        # Padded to the row multiple, as the engine pads: MKL rounds other row counts differently.
         rows = x.reshape(-1, x.shape[-1])
         count = rows.shape[0]
         padded = F.pad(rows, (0, 0, 0, -count % self._multiple))
