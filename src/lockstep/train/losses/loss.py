@@ -101,7 +101,7 @@ class Loss:
                 )
         merged: dict[str, Option] = {}
         for key, default in self.options.items():
-            value = options.get(key, default)
+            value = options[key] if key in options else default
             if value is None:
                 raise BadRequest(
                     f"{field}.{key} is missing: {name} has no default for it",

@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from lockstep.integrations.tinker.protocol import tinker_pb2 as pb
+from lockstep.integrations.tinker.protocol import tinker_pb2
 from lockstep.tokens import Completion
 from lockstep.tokens.completion import Ranked
 from lockstep.tokens.errors import BadRequest
 
+pb: Any = tinker_pb2
+"""The generated messages. protobuf creates their classes at import, without types."""
 DTYPES: Mapping[int, npt.DTypeLike] = {pb.FLOAT32: "<f4", pb.INT64: "<i8"}
 NO_LOGPROB = -99999.0
 """The logprob of an empty cell, where a token has fewer alternatives than requested."""
