@@ -56,5 +56,5 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     directory.write_run(seed=1)
     process, _ = run("--run-dir", "run", cwd=tmp_path)
     assert process.returncode != 0
-    assert "holds a run already" in process.stderr.replace("\n", " ")
+    assert "already holds a run" in process.stderr.replace("\n", " ")
     assert [path.name for path in (tmp_path / "run").glob("*.*")] == ["run.json"]

@@ -100,8 +100,8 @@ class Loss:
                     f"{field}.{key} is {value!r}: expected {expected}", param=f"{field}.{key}"
                 )
         merged: dict[str, Option] = {}
-        for key, default in self.options.items():
-            value = options[key] if key in options else default
+        values: dict[str, Option | None] = {**self.options, **options}
+        for key, value in values.items():
             if value is None:
                 raise BadRequest(
                     f"{field}.{key} is missing: {name} has no default for it",
