@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-processes test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard flakes screenshots environments lint format docs bench chaos soak clean
+.PHONY: demo test test-processes test-kernels test-cpus test-lowest-torch test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard flakes screenshots environments lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,17 @@ test-kernels: $(VENV)/.ready
 # The self-test and short demos on every kind of CPU that this one can play.
 test-cpus: $(VENV)/.ready
 	$(PARALLEL) tests/cpus
+
+# Tests of arithmetic on the lowest torch that pyproject.toml allows; before a release.
+LOWEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+LOWEST := .venv-lowest-torch
+test-lowest-torch:
+	$(PYTHON) -m venv $(LOWEST)
+	grep -Ev '^(torch|triton)==' constraints.txt > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(LOWEST_TORCH)
+	$(LOWEST)/bin/pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[dev]'
+	$(LOWEST)/bin/lockstep doctor --report
+	$(LOWEST)/bin/pytest -n 2 --dist loadscope tests/engine tests/cpus tests/train/learning --ignore=tests/engine/cuda
 
 # Every command and Python block of README and docs.
 test-docs: $(VENV)/.ready

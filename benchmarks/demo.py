@@ -28,7 +28,7 @@ from benchmarks import table
 from benchmarks.table import Row
 from lockstep.train.demo.demo import Demo, run_demo
 from lockstep.train.learning.learner import Learner
-from lockstep.train.records.metrics import StepMetrics
+from lockstep.train.records.step_metrics import StepMetrics
 from lockstep.train.steps import StepRunner
 
 STEPS = 12

@@ -17,7 +17,7 @@ from benchmarks.measure import cpu_seconds, tree
 from benchmarks.trainer_tasks import GROUP_SIZE, GROUPS, LEARNING_RATE, TASKS
 from lockstep.train.config import TrainConfig
 from lockstep.train.loop import Trainer
-from lockstep.train.records.metrics import StepMetrics
+from lockstep.train.records.step_metrics import StepMetrics
 
 
 def main() -> None:

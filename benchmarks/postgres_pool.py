@@ -2,7 +2,7 @@
 
     python -m benchmarks.postgres_pool
 
-The reason to have a pool of our own: a turn takes a gateway about 1,700 µs of CPU on a store, of
+The reason to have a pool of our own: a turn takes a gateway about 1,650 µs of CPU on a store, of
 which the difference is more than 5 %. asyncpg.Pool runs with the same limit on the wait for a
 connection, and without its reset query, which would undo session settings and is a round trip.
 """
@@ -52,7 +52,7 @@ def rows() -> list[Row]:
             theirs=theirs,
             unit="µs of CPU",
             at_most=0.8,
-            note="of about 1,700 µs that a turn takes a gateway",
+            note="of about 1,650 µs that a turn takes a gateway",
         )
     ]
 

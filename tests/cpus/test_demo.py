@@ -64,5 +64,5 @@ def test_required_exactness_that_does_not_hold_fails_with_the_reason(tmp_path: P
     process, _ = run(*SHORT, *CLOSE, "--exact", cwd=tmp_path)
     assert process.returncode == 2
     reason = " ".join(process.stderr.split())
-    assert "exactness was demanded and cannot be had: the workers do not compute exactly" in reason
+    assert "but this run cannot be exact: the workers do not compute exactly" in reason
     assert "Traceback" not in reason

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.engine.exact import sample_logprobs
 from lockstep.engine.processing import LogitsRow, TokenCounts, process
-from lockstep.engine.rescoring import sample_logprobs
 from lockstep.tokens import Sampling, Shaping
 from tests.engine import checkpoints
 from tests.engine.rig import Rig, ids, sample_of

@@ -18,9 +18,13 @@ from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
 from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions, attached_trainer
 from lockstep.integrations.tinker.calls.futures import Pending
-from lockstep.integrations.tinker.protocol import types
-from lockstep.integrations.tinker.protocol.messages import Datum, ForwardBackwardRequest, Tensor
-from lockstep.integrations.tinker.service import TinkerService
+from lockstep.integrations.tinker.protocol import json_bodies as bodies
+from lockstep.integrations.tinker.protocol.protobuf_messages import (
+    Datum,
+    ForwardBackwardRequest,
+    Tensor,
+)
+from lockstep.integrations.tinker.tinker_service import TinkerService
 from lockstep.tokens import Completion, Sampling
 from tests.engine.rig import ids
 from tests.engines.vllm_servers import Vllm, updated
@@ -61,10 +65,10 @@ async def result(service: TinkerService, pending: Pending) -> Any:
 
 async def create(service: TinkerService, **lora: Any) -> tuple[str, Pending]:
     """A model of a new client, with the head where `lora` does not say otherwise."""
-    session = service.create_session(types.CreateSession()).session_id
-    config = types.LoraConfig(**{"rank": RANK, "seed": 1, **lora})
+    session = service.create_session(bodies.CreateSession()).session_id
+    config = bodies.LoraConfig(**{"rank": RANK, "seed": 1, **lora})
     return service.create_model(
-        types.CreateModel(
+        bodies.CreateModel(
             session_id=session, model_seq_id=0, base_model=service.base.names[0], lora_config=config
         )
     )
@@ -87,7 +91,7 @@ async def test_samples_of_vllm_are_close_to_the_trainer_also_where_samplers_are_
     dense: Vllm, tmp_path: Path
 ) -> None:
     async with training(dense, tmp_path / "state") as trainer:
-        assert trainer.note == "the workers do not say how they compute"
+        assert trainer.note == "the workers do not report their numerics"
         service = service_of(trainer)
         model_id, pending = await create(service, train_unembed=False)
         await result(service, pending)
@@ -96,11 +100,11 @@ async def test_samples_of_vllm_are_close_to_the_trainer_also_where_samplers_are_
             data = (datum(ids(step, 30)), datum(ids(50 + step, 17)))
             calls = (
                 ForwardBackwardRequest(model_id, seq + 1, data, "cross_entropy", {}, False),
-                types.OptimStep(
+                bodies.OptimStep(
                     model_id=model_id, seq_id=seq + 2,
-                    adam_params=types.AdamParams(learning_rate=1e-2),
+                    adam_params=bodies.AdamParams(learning_rate=1e-2),
                 ),
-                types.SaveWeightsForSampler(
+                bodies.SaveWeightsForSampler(
                     model_id=model_id, seq_id=seq + 3, sampling_session_seq_id=step
                 ),
             )  # fmt: skip

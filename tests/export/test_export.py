@@ -1,4 +1,4 @@
-"""`lockstep export samples`: nothing of ids, logprobs and versions is lost on the way."""
+"""`lockstep export samples`: ids, logprobs and versions are preserved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def run_directory(where: Path, sample: Sample) -> Path:
-    """A run that has kept one sample, as the trainer writes it."""
+    """A run directory with one stored sample."""
     versions: list[str | None] = [None] * len(sample.token_ids)
     for span in sample.versions:
         versions[span.start : span.end] = [span.version] * (span.end - span.start)
@@ -54,7 +54,7 @@ def test_json_lines_give_back_equal_samples(stored: Path, tmp_path: Path) -> Non
     }  # fmt: skip
 
 
-def test_without_an_output_the_lines_are_on_stdout_and_nothing_else_is(stored: Path) -> None:
+def test_without_an_output_only_the_lines_are_on_stdout(stored: Path) -> None:
     done = export(stored)
     assert len([Sample.from_json(line) for line in done.stdout.splitlines()]) == 3
     assert done.stderr == ""
@@ -70,7 +70,7 @@ def test_samples_of_a_run_have_its_spans_and_its_sampling(tmp_path: Path) -> Non
     assert exported.sample.reward == 0.5
 
 
-def test_openenv_gets_a_turn_for_each_sampled_stretch() -> None:
+def test_openenv_traces_have_a_turn_for_each_sampled_range() -> None:
     sample = two_turns()
     trace = openenv_trace(ExportedSample(sample=sample, source="s", index=0))
     one, two = trace["turns"]
@@ -104,14 +104,14 @@ def test_the_nodes_of_a_verifiers_trace_add_up_to_the_sample() -> None:
         (["README.md"], "is no sample"),
     ],
 )
-def test_what_cannot_be_exported_says_why(arguments: list[str], says: str) -> None:
+def test_a_failed_export_is_an_error_with_the_reason(arguments: list[str], says: str) -> None:
     done = export(*arguments)
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stdout == ""
 
 
-def test_an_export_that_fails_leaves_no_half_file(stored: Path, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_file(stored: Path, tmp_path: Path) -> None:
     stored.write_bytes(stored.read_bytes() + b"{}\n")
     done = export(stored, "-o", tmp_path / "out.jsonl")
     assert done.returncode == 2

@@ -47,7 +47,8 @@ def train(served: ServeProcess, where: Path, steps: int, *options: str, **more: 
     environ = {
         "PATH": os.environ["PATH"], "HOME": str(where / "home"), "LOCKSTEP_ADMIN_TOKEN": TOKEN,
         "WANDB_MODE": "offline", "TRACKIO_DIR": str(where / "trackio"), "MLFLOW_ENABLE_TELEMETRY":
-        "false", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", **more,
+        "false", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE", **more,
     }  # fmt: skip
     (where / "home").mkdir(exist_ok=True)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`lockstep train` as a person runs it: their own task, a log, Ctrl-C, a disk that is full."""
+"""`lockstep train` as a command: a custom environment, the log, Ctrl-C, a full disk."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Digits:
             for digit in "05" if split == "eval" else "12346789":
                 yield Task(({"role": "user", "content": "Reverse: " + digit},), facts={"is": digit})
 
-    async def play(self, task, player):
-        turn = await player.chat(task).send(task.messages[0]["content"])
+    async def rollout(self, task, context):
+        turn = await context.chat(task).send(task.messages[0]["content"])
         solved = turn.text.strip() == task.facts["is"]
         return Reward(float(solved), solved)
 """
@@ -47,7 +47,7 @@ def command(
     stack: Stack, where: Path, *arguments: str, env: str = "digits:Digits", steps: int = 2,
     run_dir: str = "run",
 ) -> subprocess.Popen[str]:  # fmt: skip
-    """The installed command, whose sys.path begins at its own folder, not at the user's."""
+    """Run the installed command: its sys.path does not start with the working directory."""
     (where / "digits.py").write_text(TASK)
     served = {"url": stack.process.url, "admin_url": stack.process.admin_url, "token": TOKEN}
     (where / "run.toml").write_text(RUN.format(run_dir=run_dir, env=env, steps=steps, **served))
@@ -59,11 +59,11 @@ def command(
 
 
 def _heed_ctrl_c() -> None:
-    """Undoes what a shell does to commands in its background, which tests may be among."""
+    """Restore SIGINT, which a shell ignores for background commands, such as these tests."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_a_task_beside_the_config_is_trained_on_and_every_step_is_a_line_of_the_log(
+def test_an_environment_in_the_working_directory_is_trained_on_and_steps_are_logged(
     stack: Stack, tmp_path: Path
 ) -> None:
     out, errors = command(stack, tmp_path).communicate(timeout=120)
@@ -73,7 +73,7 @@ def test_a_task_beside_the_config_is_trained_on_and_every_step_is_a_line_of_the_
     assert "step-2" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_after_ctrl_c_the_way_on_is_told_and_taken(stack: Stack, tmp_path: Path) -> None:
+def test_ctrl_c_prints_how_to_resume_and_the_run_resumes(stack: Stack, tmp_path: Path) -> None:
     process = command(stack, tmp_path, steps=400)
     assert process.stdout is not None
     process.stdout.readline()
@@ -88,14 +88,16 @@ def test_after_ctrl_c_the_way_on_is_told_and_taken(stack: Stack, tmp_path: Path)
     assert f"step {steps + 1}/{steps + 1}  reward" in out
 
 
-def test_a_run_directory_that_cannot_be_made_is_one_line(stack: Stack, tmp_path: Path) -> None:
+def test_a_run_directory_that_cannot_be_created_is_a_one_line_error(
+    stack: Stack, tmp_path: Path
+) -> None:
     process = command(stack, tmp_path, run_dir="/dev/null/run")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.startswith("error (disk): Not a directory: /dev/null/run"), errors
 
 
-def test_a_full_disk_is_one_line_and_may_be_tried_again(stack: Stack, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_one_line_error_that_can_be_retried(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "samples.jsonl").symlink_to("/dev/full")
     process = command(stack, tmp_path)

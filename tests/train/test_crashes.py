@@ -1,4 +1,4 @@
-"""Trainer, worker and gateway die in the middle of a run; it ends at the same weights."""
+"""Crashes of trainer, worker and gateway during a run: it ends with the same weights."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_killed_trainer_resumes_to_the_same_weights(
     assert steps == list(range(1, STEPS + 1))
 
 
-async def test_a_run_survives_its_worker_and_its_gateway(
+async def test_a_run_survives_the_death_of_its_worker_and_its_gateway(
     stack: Stack, undisturbed: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"

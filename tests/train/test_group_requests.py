@@ -1,4 +1,4 @@
-"""Rollouts of a group that send the same prompt share a request, and get what they would alone."""
+"""Merged requests of a group give each rollout what its own request would have returned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def policy(worker: WorkerProcess) -> AsyncIterator[Policy]:
 
 
 class Counting:
-    """The transport of a policy, which counts its requests and fails those that it is told to."""
+    """A transport that counts requests and fails selected ones."""
 
     gives_choices = True
 
@@ -62,7 +62,7 @@ class Counting:
 async def played(
     policy: Policy, environment: Environment, *, workers: int, counting: Counting | None = None
 ) -> tuple[list[RolloutGroup], list[int]]:
-    """Groups of an environment, and the choices of each request that they took."""
+    """Run groups; return them and the number of choices of each request."""
     counting = counting or Counting(policy.transport)
     config = TrainConfig.of({"rollout": {"groups": GROUPS, "group_size": SIZE}})
 
@@ -78,7 +78,7 @@ async def played(
 
 
 @pytest.mark.parametrize("environment", [Reverse(), Calc()])
-async def test_a_group_in_one_request_is_that_of_one_request_each(
+async def test_a_merged_request_gives_the_rollouts_of_separate_requests(
     policy: Policy, environment: Environment
 ) -> None:
     alone, singles = await played(policy, environment, workers=0)
@@ -95,7 +95,7 @@ async def test_every_worker_gets_work_when_there_are_few_groups(policy: Policy) 
     assert choices == [SIZE // 4] * GROUPS * 4
 
 
-async def test_a_request_that_fails_is_tried_again_by_each_of_its_rollouts(policy: Policy) -> None:
+async def test_a_failed_merged_request_is_retried_by_each_rollout(policy: Policy) -> None:
     whole, _ = await played(policy, Reverse(), workers=1)
     failing = Counting(policy.transport, lambda count: count == 2)
     again, _ = await played(policy, Reverse(), workers=1, counting=failing)
@@ -108,15 +108,15 @@ async def test_a_request_that_fails_is_tried_again_by_each_of_its_rollouts(polic
     assert first_tries == whole
 
 
-async def test_a_server_without_choices_gets_a_request_for_each_rollout(policy: Policy) -> None:
+async def test_a_server_without_choices_gets_separate_requests(policy: Policy) -> None:
     counting = Counting(policy.transport)
     counting.gives_choices = False
     _, choices = await played(policy, Reverse(), workers=1, counting=counting)
     assert choices == [1] * GROUPS * SIZE
 
 
-def test_no_two_turns_of_a_group_draw_alike() -> None:
-    """Rollouts, their conversations and the turns of those have seeds that never meet."""
+def test_no_two_turns_of_a_group_share_a_seed() -> None:
+    """Seeds of rollouts, their conversations and their turns never overlap."""
     seeds = {
         at + chat * CHAT_STRIDE + turn * TURN_STRIDE
         for at in range(64)
@@ -126,11 +126,11 @@ def test_no_two_turns_of_a_group_draw_alike() -> None:
     assert len(seeds) == 64 * 16 * 64
 
 
-# What a transport may do that no good server does, and in what order requests may come
+# Misbehaving transports, and the order in which requests arrive
 
 
 class Scripted:
-    """Gives choices of as many tokens as it is told, when it is let."""
+    """A transport whose choices have given lengths and wait for a signal."""
 
     gives_choices = True
 
@@ -166,7 +166,7 @@ def group_of(scripted: Scripted, size: int, waits: SiblingWaits | None = None) -
 
 
 async def sent(*requests: GenerateRequest) -> list[tuple[int | None, int]]:
-    """Seed and choices of what is really sent for these."""
+    """Return seed and number of choices of each request that is sent."""
     scripted = Scripted()
     scripted.go.set()
     group = group_of(scripted, len(requests))
@@ -174,7 +174,7 @@ async def sent(*requests: GenerateRequest) -> list[tuple[int | None, int]]:
     return [(each.sampling.seed, each.sampling.n) for each in scripted.requests]
 
 
-async def test_only_requests_that_differ_in_the_next_seed_alone_are_one() -> None:
+async def test_only_requests_with_consecutive_seeds_are_merged() -> None:
     assert await sent(request(7), request(5), request(6)) == [(5, 3)]
     assert await sent(request(5), request(7)) == [(5, 1), (7, 1)]
     assert await sent(request(5), request(5)) == [(5, 1), (5, 1)]
@@ -184,8 +184,8 @@ async def test_only_requests_that_differ_in_the_next_seed_alone_are_one() -> Non
     assert sorted(await sent(*named)) == [(5, 1), (6, 1)]
 
 
-async def test_who_comes_alone_is_not_kept_waiting() -> None:
-    """Rollouts of a group need not all send a request, and not at the same time."""
+async def test_a_request_without_siblings_does_not_wait_long() -> None:
+    """Some rollouts of a group may send no request, or send it later."""
     scripted = Scripted()
     scripted.go.set()
     group = group_of(scripted, 8)
@@ -195,7 +195,7 @@ async def test_who_comes_alone_is_not_kept_waiting() -> None:
     assert [each.sampling.n for each in scripted.requests] == [1, 2]
 
 
-async def test_each_rollout_gets_its_own_choice_as_the_only_one() -> None:
+async def test_each_rollout_gets_its_own_choice_with_index_0() -> None:
     scripted = Scripted()
     scripted.go.set()
     group = group_of(scripted, 2)
@@ -203,7 +203,7 @@ async def test_each_rollout_gets_its_own_choice_as_the_only_one() -> None:
     assert [(each.token_ids, each.index) for (each,) in made] == [([1], 0), ([0], 0)]
 
 
-async def test_too_few_choices_are_an_error_of_every_rollout() -> None:
+async def test_too_few_choices_are_an_error_for_every_rollout() -> None:
     scripted = Scripted(1, 1)
     scripted.go.set()
     group = group_of(scripted, 3)
@@ -213,7 +213,7 @@ async def test_too_few_choices_are_an_error_of_every_rollout() -> None:
     assert len({id(error) for error in errors}) == 3
 
 
-async def test_a_request_ends_when_the_last_of_its_rollouts_is_cancelled() -> None:
+async def test_a_merged_request_is_cancelled_with_its_last_rollout() -> None:
     scripted = Scripted()
     group = group_of(scripted, 2)
     tasks = [asyncio.create_task(group.member().generate(request(seed))) for seed in range(2)]
@@ -229,8 +229,8 @@ async def test_a_request_ends_when_the_last_of_its_rollouts_is_cancelled() -> No
     assert scripted.cancelled == 1
 
 
-async def test_rollouts_that_go_on_and_wait_too_long_have_requests_of_their_own() -> None:
-    """The next turn of a short answer must not wait for the longest of its siblings."""
+async def test_multi_turn_rollouts_stop_merging_requests_when_they_wait_too_long() -> None:
+    """The next turn of a short response must not wait for the longest sibling."""
     scripted, waits = Scripted(300, 1), SiblingWaits()
     scripted.go.set()
     group = group_of(scripted, 2, waits)

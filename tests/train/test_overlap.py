@@ -1,4 +1,4 @@
-"""In async mode a step is learnt while the update before it is proved, and nothing gets lost."""
+"""Async mode: a step is learnt while the previous update is proved, and no update is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AHEAD = {"mode": "async", "max_off_policy": 1, "steps": 3}
 
 
 class HeldFleet(RemoteFleet):
-    """Updates to the first step only when the second is being learnt."""
+    """A fleet that delays the first update until the second step is being learnt."""
 
     learning: asyncio.Event
 
@@ -39,7 +39,7 @@ class HeldFleet(RemoteFleet):
 
 
 class RefusingFleet(RemoteFleet):
-    """Refuses the second step."""
+    """A fleet that rejects the second update."""
 
     async def update_weights(self, weight_dir: Any, version: Any = None, **more: Any) -> Operation:
         if str(version).startswith("step-2"):
@@ -47,7 +47,7 @@ class RefusingFleet(RemoteFleet):
         return await super().update_weights(weight_dir, version, **more)
 
 
-async def test_the_next_step_is_learnt_while_an_update_is_under_way(
+async def test_the_next_step_is_learnt_during_an_update(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with HeldFleet(stack.process.admin_url, token=TOKEN) as fleet:
@@ -68,7 +68,7 @@ async def test_the_next_step_is_learnt_while_an_update_is_under_way(
     assert result.version == result.steps[-1].version
 
 
-async def test_an_update_that_fails_beside_the_next_step_ends_the_run(
+async def test_an_update_that_fails_during_the_next_step_ends_the_run(
     stack: Stack, tmp_path: Path
 ) -> None:
     async with RefusingFleet(stack.process.admin_url, token=TOKEN) as fleet:
@@ -78,7 +78,7 @@ async def test_an_update_that_fails_beside_the_next_step_ends_the_run(
 
 
 class CountingFleet(RemoteFleet):
-    """Counts who asks for its state between updates, and may tell of a worker that took no part."""
+    """A fleet that counts state requests, and may report a worker without an update."""
 
     state_calls = 0
     updates = 0
@@ -101,7 +101,7 @@ def by_id(worker: Worker) -> str:
 
 
 @pytest.mark.parametrize(("absent", "state_calls"), [(None, 1), ("one", 3)])
-async def test_only_an_update_of_the_whole_fleet_tells_what_it_serves(
+async def test_only_an_update_of_the_whole_fleet_needs_no_state_request(
     stack: Stack, tmp_path: Path, absent: str | None, state_calls: int
 ) -> None:
     async with CountingFleet(stack.process.admin_url, token=TOKEN) as fleet:
@@ -133,7 +133,7 @@ def runner() -> StepRunner:
     )  # fmt: skip
 
 
-async def test_tokens_of_weights_whose_update_is_not_told_yet_are_waited_for(
+async def test_tokens_of_a_pending_update_wait_for_its_report(
     sample: Sample,
 ) -> None:
     steps = runner()
@@ -150,7 +150,7 @@ async def test_tokens_of_weights_whose_update_is_not_told_yet_are_waited_for(
     assert steps.clock.step_of("step-1") == 1
 
 
-async def test_what_is_published_when_a_run_fails_is_given_up() -> None:
+async def test_a_pending_update_is_cancelled_when_the_run_fails() -> None:
     steps = runner()
 
     async def fail() -> None:

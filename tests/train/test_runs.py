@@ -73,7 +73,7 @@ async def test_the_reward_rises_without_any_mismatch(stack: Stack, tmp_path: Pat
     assert kept == ["step-4", "step-5", "step-6"]
     assert json.loads((run / "run.json").read_text())["after"]["reward"] == result.after.reward
 
-    with pytest.raises(Conflict, match="holds a run already: resume it"):
+    with pytest.raises(Conflict, match="already holds a run: resume it"):
         await stack.trainer(config).run()
 
 
@@ -86,7 +86,7 @@ async def test_two_turns_with_a_tool_stay_exact(stack: Stack, tmp_path: Path) ->
 
 
 async def push(stack: Stack, config: TrainConfig, where: Path) -> None:
-    """Has the fleet serve the weights that a run starts from."""
+    """Make the fleet serve the weights that a run starts from."""
     Learner(config, exact=True).save(where, where.name)
     async with RemoteFleet(stack.process.admin_url, token=TOKEN) as fleet:
         await fleet.update_weights(where, where.name)
@@ -118,7 +118,7 @@ async def test_lora_trains_an_adapter_that_the_fleet_serves(stack: Stack, tmp_pa
         await fleet.unload_adapter("policy")
 
 
-async def test_rollouts_go_on_while_the_trainer_steps(stack: Stack, tmp_path: Path) -> None:
+async def test_async_rollouts_run_while_the_trainer_steps(stack: Stack, tmp_path: Path) -> None:
     config = run_config(tmp_path / "run", loop={"mode": "async", "max_off_policy": 1, "steps": 4})
     result = await stack.trainer(config).run()
     assert len(result.steps) == 4
@@ -135,7 +135,7 @@ def teacher() -> Iterator[WorkerProcess]:
 
 
 def student(target: Path) -> Path:
-    """The bundled model with every matrix disturbed."""
+    """The bundled model with noise on every matrix."""
     shutil.copytree(directory("tiny"), target)
     tensors = load_file(target / "model.safetensors")
     generator = torch.Generator().manual_seed(0)

@@ -105,7 +105,7 @@ def test_a_sampler_that_is_deleted_is_served_by_nobody(server: TinkerProcess, sa
     with pytest.raises(urllib.error.HTTPError) as refused:
         call(server, "/v1/completions", body)
     assert refused.value.code == 404
-    assert "does not exist here" in refused.value.read().decode()
+    assert "does not exist on this server" in refused.value.read().decode()
     time.sleep(1.1)  # for so long the list of models may be an old one
     assert [card["id"] for card in call(server, "/v1/models")["data"]] == ["tiny"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.integrations.tinker.protocol.protobuf import write_bytes, write_int
+from lockstep.integrations.tinker.protocol import tinker_pb2 as pb
 from tests.trainers.dropping_proxy import DroppingProxy
 from tests.trainers.tinker_server import KEY, PROGRAMS, PYTHON, TinkerProcess
 
@@ -114,11 +114,11 @@ def test_what_cannot_be_done_is_refused_with_the_reason(walk: Any) -> None:
         "model": "base_model is 'gpt-7': this server has tiny",
         "rank": "rank is 999: expected 1 to 64",
         "loss": "'stable_reinforce' is not supported",
-        "step_after": "had failed, so its gradients are missing",
+        "step_after": "failed, so its gradients are missing",
         "step_again": "it was not refused",
         "target": "weights has shape (2,): expected (9,)",
-        "path": "does not exist here",
-        "deleted": "does not exist here",
+        "path": "does not exist on this server",
+        "deleted": "does not exist on this server",
         "taken": "exists: choose another name",
     }
     for name, reason in says.items():
@@ -163,13 +163,14 @@ def test_calls_that_cannot_be_read_are_over_and_spoil_the_step_they_belong_to(
     session = call(server, "create_session", {"tags": [], "sdk_version": "0.36.0"})[1]["session_id"]
     model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
     model_id = done(call(server, "create_model", model | {"lora_config": {"rank": 4}}))["model_id"]
-    spoilt = write_bytes(1, model_id) + write_int(2, 1) + write_bytes(3, b"\xff")
-    status, answer = call(server, "forward_backward", spoilt, "x-protobuf")
+    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=1)
+    broken = request.SerializeToString() + b"\x1a\x01\xff"  # a datum of one byte
+    status, answer = call(server, "forward_backward", broken, "x-protobuf")
     assert status == 400
-    assert "is not a Datum message" in answer["error"]["message"]
+    assert "is not a ForwardBackwardRequest message" in answer["error"]["message"]
     step = {"model_id": model_id, "adam_params": {"learning_rate": 1e-3}}
     refused = done(call(server, "optim_step", step | {"seq_id": 2}))
-    assert "seq_id 1 had failed" in refused["error"]
+    assert "seq_id 1 failed" in refused["error"]
     status, answer = call(server, "optim_step", step | {"seq_id": 3, "momentum": 1})
     assert status == 400
     assert "momentum" in answer["error"]["message"]

@@ -34,6 +34,7 @@ def run(
     command = [*launch, str(PROGRAMS / f"{program}.py"), served.url, served.admin_url, TOKEN,
                str(output), *arguments]  # fmt: skip
     environ = {"PATH": os.environ["PATH"], "HOME": str(output), "OMP_NUM_THREADS": "2",
+               "OMP_WAIT_POLICY": "PASSIVE",
                "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1",
                "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # fmt: skip
     output.mkdir(exist_ok=True)

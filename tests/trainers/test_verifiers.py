@@ -26,6 +26,7 @@ def run(*command: str, home: Path) -> str:
         pytest.fail(f"{PYTHON} is missing: make test-trainers installs it")
     inherited = os.environ.get("PYTHONPATH", "")
     environ = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_PROXY": "127.0.0.1",
+               "OMP_WAIT_POLICY": "PASSIVE",
                "LOCKSTEP_ADMIN_TOKEN": TOKEN, "PYTHONPATH": f"{EXAMPLE}:{inherited}"}  # fmt: skip
     result = subprocess.run(
         [str(PYTHON), *command], cwd=home, env=environ, capture_output=True, text=True, timeout=380

@@ -63,6 +63,7 @@ class TinkerProcess:
             "TINKER_BASE_URL": self.url,
             "TINKER_API_KEY": KEY,
             "HF_HUB_OFFLINE": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
             "NO_PROXY": "127.0.0.1",
         }
 

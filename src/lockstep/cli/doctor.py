@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.cli.output import print_json
+from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.exit_codes import FAILED
 
 if TYPE_CHECKING:
@@ -23,19 +24,29 @@ def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with all checks.")
     ] = False,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report", help="Print one row for the table of machines in docs/install.md."
+        ),
+    ] = False,
 ) -> None:
     """Check this machine: exact arithmetic, bf16, ports, directories, optional engines.
 
     Exit codes: 0 `lockstep demo` can run here, 1 something it needs is missing.
     """
-    from lockstep.doctor import examine
+    from lockstep.doctor import examine, report_row
 
-    console = Console(stderr=as_json, highlight=False)
+    if as_json and report:
+        raise BadRequest("give --json or --report, not both", param="json")
+    console = Console(stderr=as_json or report, highlight=False)
     with console.status("Checking this machine: this takes some seconds"):
         checks = list(examine())
     failed = [check for check in checks if check.status == "fail"]
     if as_json:
         print_json({"ok": not failed, "checks": [check.to_json() for check in checks]})
+    elif report:
+        typer.echo(report_row(checks))
     else:
         shown = table(checks)
         if not console.is_terminal:  # a file has no width: nothing is folded or cut off there

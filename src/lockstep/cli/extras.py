@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 EXTRAS = {
     "engine": ("torch", "safetensors"),
+    "tinker": ("google.protobuf",),
     "train": ("peft",),
     "trl": ("trl", "datasets"),
     "verifiers": ("verifiers",),
@@ -20,14 +21,22 @@ TRAINING = ("lockstep train", "lockstep demo")
 def require_extra(extra: str) -> None:
     """Raises ModuleNotFoundError for the first module of the extra that is not installed."""
     for name in EXTRAS[extra]:
-        if find_spec(name) is None:
+        if not _is_installed(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that would hold it
+        return False
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> str | None:
     """The message for a command that needs that module; None if no extra installs it."""
-    module = (error.name or "").partition(".")[0]
+    name = error.name or ""
     for extra, modules in EXTRAS.items():
+        module = name if name in modules else name.partition(".")[0]
         if module in modules:
             whole = "train" if extra == "engine" and command in TRAINING else extra
             return (

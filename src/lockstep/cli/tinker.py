@@ -85,6 +85,7 @@ def tinker(
     Checkpoints and samplers survive the server; what was not saved does not.
     """
     require_extra("engine")
+    require_extra("tinker")
     from lockstep.backends.vllm.adapter_calls import TARGETS
     from lockstep.integrations.tinker.attached import TrainerOptions
 

@@ -2,5 +2,6 @@
 
 from lockstep.doctor.check import Check, Status
 from lockstep.doctor.examine import examine
+from lockstep.doctor.report import report_row
 
-__all__ = ["Check", "Status", "examine"]
+__all__ = ["Check", "Status", "examine", "report_row"]

@@ -299,6 +299,7 @@ class Core:
                     self._finish(sequence, "abort")
                     continue
             else:
+                # Weights and adapters may have changed while the request was queued.
                 try:
                     self.served.check_served(request)
                 except LockstepError as error:
@@ -419,6 +420,7 @@ class Core:
                 rows[slot, : sequence.computed] if wanted and rows is not None else None
             )
             self._load_prefix(sequence, slot)
+        # A separate loop: ending a sequence moves others between slots.
         for sequence in list(self.scheduler.running):
             if sequence.request.weight_version not in (None, self.served.weights.version):
                 self._finish(sequence, "abort")

@@ -12,36 +12,55 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, round_up, silu
+from lockstep.engine.forward_pass import (
+    ATTENTION_NAME,
+    chosen_logprobs,
+    head_dim_of,
+    packs,
+    products_of,
+    row_multiple_of,
+    sample_logprobs,
+    token_logprobs,
+)
+from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, silu
 from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.block_shapes import (
     MULTIPLES,
     Products,
-    products,
     row_multiple,
     shared_products_hold,
     why_unfit,
 )
-from lockstep.engine.numerics.packing import PackedRow, pack
+from lockstep.engine.numerics.packing import PackedRow
 from lockstep.engine.numerics.plan import make_reproducible, plan, why_not_portable
 from lockstep.engine.numerics.segments import key_ranges, segment_attention, segment_mask
-from lockstep.tokens.errors import BadRequest, NotExact
+from lockstep.tokens.errors import NotExact
 from lockstep.tokens.numerics import ArithmeticName, NumericsPlan
 
 log = logging.getLogger(__name__)
-NAME = "lockstep_exact"
+__all__ = [
+    "attention",
+    "check_plan",
+    "chosen_logprobs",
+    "experts",
+    "own_plan",
+    "packs",
+    "prepare",
+    "products_of",
+    "row_multiple_of",
+    "sample_logprobs",
+    "token_logprobs",
+]
 
 
 def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
@@ -58,16 +77,16 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     if model.device.type == "cuda":
         return _prepare_on_device(model)
     config = model.config.get_text_config()
-    if problem := _unready(products_of(config), _head_dim(config), portable=portable):
+    if problem := _unready(products_of(config), head_dim_of(config), portable=portable):
         if strict:
             raise NotExact(problem)
         log.warning("%s", problem)
     from transformers.activations import SiLUActivation
 
     _register()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     if getattr(config, "num_experts", 0):
-        model.set_experts_implementation(NAME)
+        model.set_experts_implementation(ATTENTION_NAME)
     if not shared_products_hold(products_of(config)):
         # Without MKL's strict mode, a shared product is split among threads into row counts that
         # are not the row multiple, and other row counts may be summed in another order.
@@ -80,6 +99,7 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
         # Cosines and sines are elementwise loops, whose last values differ with the threads.
         if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
             module.rotary_emb.forward = partial(_rotation, multiple, module.rotary_emb)
+            # `prepare` may be called again: one hook is enough.
             if not hasattr(module, "_lockstep_positions"):
                 module._lockstep_positions = module.register_forward_pre_hook(
                     _count_positions, with_kwargs=True
@@ -95,9 +115,9 @@ def _prepare_on_device(model: Any) -> Any:
 
     prepare_modules(model)
     _register()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     if getattr(model.config.get_text_config(), "num_experts", 0):
-        model.set_experts_implementation(NAME)
+        model.set_experts_implementation(ATTENTION_NAME)
     return model
 
 
@@ -106,9 +126,9 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, segment_mask)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, segment_mask)
+    ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, experts)
 
 
 def own_plan(
@@ -163,11 +183,6 @@ def _unready(required: Products, dim: int, *, portable: bool) -> str | None:
     )
 
 
-def _head_dim(config: Any) -> int:
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(dim)
-
-
 def _in_whole_rows(multiple: int, function: Any, x: Tensor) -> Any:
     """Apply a row-wise function to x (..., width), padded to a row multiple that keeps the bits."""
     rows = x.numel() // x.shape[-1]
@@ -204,103 +219,6 @@ def _rotation(multiple: int, rotary: Any, x: Tensor, position_ids: Tensor) -> tu
             for turn in (torch.cos, torch.sin)
         )
         return cos.to(x.dtype), sin.to(x.dtype)
-
-
-def products_of(config: Any) -> Products:
-    """Return the matrix products of a transformers model, as the engine counts them."""
-    heads, dim = config.num_attention_heads, _head_dim(config)
-    layers = range(config.num_hidden_layers)
-    experts = getattr(config, "num_experts", 0) or 0
-    dense = getattr(config, "mlp_only_layers", None) or ()
-    step = getattr(config, "decoder_sparse_step", 1)
-    routed = [at for at in layers if experts and at not in dense and (at + 1) % step == 0]
-    return products(
-        hidden=config.hidden_size,
-        q_size=heads * dim,
-        kv_size=(config.num_key_value_heads or heads) * dim,
-        vocab=config.vocab_size,
-        intermediate=config.intermediate_size if len(routed) < len(layers) else 0,
-        experts=experts if routed else 0,
-        expert_intermediate=config.moe_intermediate_size if routed else 0,
-    )
-
-
-def row_multiple_of(model: Any) -> int:
-    """Return the row multiple that sequences of this model are padded to, equal to the engine's.
-
-    With PEFT adapters, the multiple also covers products of their ranks.
-    """
-    if model.device.type != "cpu":
-        return 1
-    base = products_of(model.config.get_text_config())
-    multiples = [row_multiple(base)]
-    for adapter in getattr(model, "peft_config", {}).values():
-        multiples.append(row_multiple(base.with_lora(adapter.r)))
-    return max(multiples) if all(multiples) else MULTIPLES[-1]
-
-
-def token_logprobs(
-    model: Any, token_ids: Sequence[int] | Sequence[Sequence[int]], temperature: float = 1.0
-) -> Tensor | list[Tensor]:
-    """Return the logprob of each token after the first, given the tokens before it.
-
-    One sequence gives a tensor of length len - 1, several give a list of them. A `temperature`
-    other than 1 gives the logprobs that the engine reports in `processed` mode. Raises BadRequest
-    for an empty sequence.
-    """
-    if not token_ids:
-        raise BadRequest("token_ids is empty: at least one sequence is needed", param="token_ids")
-    if isinstance(token_ids[0], int):
-        return _batch(model, [list(token_ids)], temperature)[0]  # type: ignore[arg-type]
-    return _batch(model, [list(ids) for ids in token_ids], temperature)  # type: ignore[arg-type]
-
-
-def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[Tensor]:
-    if not all(sequences):
-        at = next(at for at, ids in enumerate(sequences) if not ids)
-        raise BadRequest(f"token_ids[{at}] is empty", param=f"token_ids[{at}]")
-    if packs(model):
-        return _packed(model, sequences, temperature)
-    width = max(map(len, sequences))
-    if model.device.type == "cpu":
-        width = round_up(width, row_multiple_of(model))
-    rows = [ids + [0] * (width - len(ids)) for ids in sequences]
-    ids = torch.tensor(rows, device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits
-    chosen = chosen_logprobs(logits[:, :-1], ids[:, 1:], temperature)
-    return [chosen[row, : len(sequence) - 1] for row, sequence in enumerate(sequences)]
-
-
-def packs(model: Any) -> bool:
-    """Return whether the model accepts `packing.pack`: it must be prepared and on a CPU."""
-    prepared = model.config.get_text_config()._attn_implementation == NAME
-    return bool(prepared and model.device.type == "cpu")
-
-
-def _packed(model: Any, sequences: list[list[int]], temperature: float) -> list[Tensor]:
-    row = pack(sequences, multiple=row_multiple_of(model))
-    logits = model(**row.arguments()).logits[0]
-    # The last token of a sequence predicts no token of it, so its row is dropped.
-    scored_rows = torch.from_numpy(np.concatenate([tokens[:-1] for tokens in row.tokens_of]))
-    logprobs = chosen_logprobs(logits[scored_rows], row.ids_T[scored_rows + 1], temperature)
-    return list(logprobs.split([len(ids) - 1 for ids in sequences]))
-
-
-def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the logprob of each token under logits (..., vocab), differentiable.
-
-    Sums in the order that the engine uses on that device, when only a temperature shapes the
-    distribution.
-    """
-    if logits.is_cuda:
-        from lockstep.engine.cuda.trainer import logprobs_of
-
-        rows = logits.reshape(-1, logits.shape[-1])
-        return logprobs_of(rows, tokens.reshape(-1), temperature).view(tokens.shape)
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    return torch.log_softmax(logits, dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def attention(

@@ -29,6 +29,7 @@ from lockstep.checkpoint.manifest import INDEX, PROBE, WEIGHTS, begin, mark_stab
 from lockstep.checkpoint.probe import LENGTHS, THOROUGH, Probe, builtin
 from lockstep.checkpoint.safetensors_file import TensorFile
 from lockstep.engine import exact
+from lockstep.engine.forward_pass import ATTENTION_NAME
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.weights.digest import Digester
 from lockstep.engine.weights.save import SavedFiles, saving_through
@@ -183,6 +184,7 @@ def cover_experts(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[i
     config = model.config.get_text_config()
     probe_ids = [list(ids) for ids in sequences]
     seen = _reached_experts(model, probe_ids)
+    # A fixed seed: successive probes of a model must score the same sequences to be compared.
     rng = random.Random(0)
     for _ in range(CANDIDATES if seen is not None else 0):
         if seen is None or bool(seen.all()):
@@ -200,7 +202,7 @@ def cover_experts(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[i
 
 def is_exact(model: Any) -> bool:
     """Return whether this model's logprobs equal the engine's bit for bit (see `exact`)."""
-    prepared = model.config.get_text_config()._attn_implementation == exact.NAME
+    prepared = model.config.get_text_config()._attn_implementation == ATTENTION_NAME
     # On a GPU, `prepare` has already rejected dtypes without exact kernels.
     return bool(prepared and (model.device.type == "cuda" or model.dtype == torch.float32))
 
@@ -225,6 +227,7 @@ def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
 
     A CPU that would have to pad scores one sequence at a time.
     """
+    # On a CPU padding costs as much as tokens, so unequal sequences are not batched.
     budget = 1 if model.device.type == "cpu" else GPU_TOKENS
     if exact.packs(model):
         budget = PACKED_TOKENS

@@ -51,6 +51,7 @@ def uniform(seed: int, position: int) -> float:
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    # 24 bits: exact in fp32, so that every device draws with the same number.
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
 
 
@@ -74,6 +75,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     greedy = [at for at, row in enumerate(rows) if row.sampling.temperature == 0]
     if greedy:
         tokens[greedy] = shaped[greedy].argmax(dim=-1)
+    # One log_softmax over all rows in the usual case of a single logprob mode.
     raw = [at for at, row in enumerate(rows) if row.mode == "raw"]
     logprobs = torch.log_softmax(logits if len(raw) == len(rows) else shaped, dim=-1)
     if shaped is not logits and 0 < len(raw) < len(rows):

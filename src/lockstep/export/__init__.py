@@ -1,1 +1,1 @@
-"""Samples in the forms that other programs read: JSON lines, Parquet, traces."""
+"""Samples in the formats of other programs: JSON lines, Parquet, traces."""

@@ -1,4 +1,4 @@
-"""A sample on its way out, with where it came from; and how run directories and files give them."""
+"""Samples to export with their source, read from run directories and files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from lockstep.tokens.errors import BadRequest, LockstepError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedSample:
-    """One sample. `source` is its session, run or file and `index` its number there; `step` and
-    `advantage` are known of a training run's only."""
+    """One sample. `source` is its session, run or file, and `index` its number there.
+
+    `step` and `advantage` are set for samples of a training run.
+    """
 
     sample: Sample
     source: str
@@ -27,17 +29,17 @@ class ExportedSample:
 
     @property
     def id(self) -> str:
-        """A name that no other sample of the source has."""
+        """A name that is unique within the source."""
         return f"{self.source}#{self.index}"
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is the directory of a training run."""
+    """Whether `path` is the directory of a training run."""
     return (path / METRICS).is_file()
 
 
 def samples_of_run(path: Path) -> Iterator[ExportedSample]:
-    """The samples that a run has kept, in its order. Raises NotFound and BadRequest."""
+    """Yield the stored samples of a run, in order. Raises NotFound and BadRequest."""
     run = Run.read(path)
     rollout = run.about.get("config", {}).get("rollout", {})
     for index, row in enumerate(run.samples):
@@ -45,7 +47,7 @@ def samples_of_run(path: Path) -> Iterator[ExportedSample]:
             sample = _sample_of_row(row, rollout)
         except (KeyError, TypeError, LockstepError) as error:
             raise BadRequest(
-                f"sample {index} of {path} is none: {error!r}", param="source"
+                f"sample {index} of {path} cannot be read: {error!r}", param="source"
             ) from None
         yield ExportedSample(
             sample=sample,
@@ -70,7 +72,7 @@ def _sample_of_row(row: dict[str, Any], rollout: dict[str, Any]) -> Sample:
 
 
 def _spans(labels: Sequence[str | None]) -> tuple[VersionSpan, ...]:
-    """The spans of equal labels; None where a token was not sampled."""
+    """Return the spans of equal labels; a token with label None was not sampled."""
     spans: list[VersionSpan] = []
     for at, label in enumerate(labels):
         if label is None:
@@ -83,20 +85,20 @@ def _spans(labels: Sequence[str | None]) -> tuple[VersionSpan, ...]:
 
 
 def samples_of_file(path: Path) -> Iterator[ExportedSample]:
-    """The samples of a file of JSON lines, as `Sample.to_json` writes them. Raises BadRequest."""
+    """Yield the samples of a JSON-lines file of `Sample.to_json`. Raises BadRequest."""
     with open(path, "rb") as lines:
         for index, line in enumerate(lines):
             try:
                 sample = Sample.from_json(line)
             except (msgspec.MsgspecError, LockstepError) as error:
                 raise BadRequest(
-                    f"line {index + 1} of {path} is no sample: {error}", param="source"
+                    f"line {index + 1} of {path} is not a sample: {error}", param="source"
                 ) from None
             yield ExportedSample(sample=sample, source=str(path), index=index)
 
 
 def turns(sample: Sample) -> Iterator[tuple[int, int]]:
-    """The stretches [start, end) that were sampled without anything between them."""
+    """Yield the ranges [start, end) of consecutive sampled tokens."""
     start: int | None = None
     for at, sampled in enumerate([*sample.sampled_mask, False]):
         if sampled and start is None:

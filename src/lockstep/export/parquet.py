@@ -1,6 +1,6 @@
-"""Samples as a dataset of Hugging Face: Parquet under data/, and a README that says what it holds.
+"""Samples as a Hugging Face dataset: Parquet under data/, and a README that describes the columns.
 
-Logprobs are float32, as engines compute them: their bits survive.
+Logprobs are float32, as engines compute them, so that their bits are preserved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.checkpoint.files import write_whole
 from lockstep.export.exported import ExportedSample
 
 ROWS = 256
-"""Samples of one row group: as many are in memory at once."""
+"""Samples per row group, and in memory at once."""
 DATA = "data/train-00000-of-00001.parquet"
 
 _SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
@@ -29,36 +29,36 @@ _EXPERTS = pa.struct(
 )  # fmt: skip
 
 COLUMNS: dict[str, tuple[pa.DataType, str]] = {
-    "source": (pa.string(), "the session, run or file it is from"),
-    "index": (pa.int32(), "its number there"),
-    "step": (pa.int32(), "the training step, of a run"),
-    "advantage": (pa.float64(), "what the trainer gave it, of a run"),
-    "reward": (pa.float64(), "null where nobody said"),
+    "source": (pa.string(), "the session, run or file of the sample"),
+    "index": (pa.int32(), "number of the sample in its source"),
+    "step": (pa.int32(), "training step, for samples of a run"),
+    "advantage": (pa.float64(), "advantage, for samples of a run"),
+    "reward": (pa.float64(), "null if no reward was set"),
     "token_ids": (pa.list_(pa.int32()), "the whole sequence"),
-    "sampled_mask": (pa.list_(pa.bool_()), "true for tokens that the model sampled and that train"),
-    "logprobs": (pa.list_(pa.float32()), "of sampled tokens, else 0"),
-    "versions": (pa.list_(_SPAN), "weight version of each stretch of sampled tokens"),
+    "sampled_mask": (pa.list_(pa.bool_()), "true for sampled tokens to train on"),
+    "logprobs": (pa.list_(pa.float32()), "logprobs of sampled tokens, else 0"),
+    "versions": (pa.list_(_SPAN), "weight version of each range of sampled tokens"),
     "logprob_mode": (pa.string(), "raw or processed"),
-    "temperature": (pa.float64(), "that they were sampled with"),
-    "weight": (pa.float64(), "how much the sample counts"),
-    "kind": (pa.string(), "what the branch is: main, subagent, compaction ..."),
-    "evidence": (pa.string(), "how that is known"),
-    "branch": (pa.int32(), "first turn that is the branch's own"),
-    "parent": (pa.int32(), "the branch it came from"),
-    "depth": (pa.int32(), "how many there are above"),
-    "turn_index": (pa.int32(), "its last turn"),
-    "harness": (pa.string(), "the program that made the turns"),
+    "temperature": (pa.float64(), "sampling temperature"),
+    "weight": (pa.float64(), "weight of the sample in the loss"),
+    "kind": (pa.string(), "kind of the branch: main, subagent, compaction ..."),
+    "evidence": (pa.string(), "how the kind was found"),
+    "branch": (pa.int32(), "first turn of the branch"),
+    "parent": (pa.int32(), "parent branch"),
+    "depth": (pa.int32(), "number of ancestors"),
+    "turn_index": (pa.int32(), "last turn of the branch"),
+    "harness": (pa.string(), "program that sent the requests"),
     "adapter": (pa.string(), "LoRA adapter, if any"),
-    "workers": (pa.list_(pa.string()), "who sampled"),
+    "workers": (pa.list_(pa.string()), "workers that sampled"),
     "breaks": (pa.list_(pa.string()), "causes of prefix breaks before this branch"),
-    "split": (pa.list_(pa.string()), "why the branch is several samples"),
-    "aborts": (pa.int32(), "turns that were cut off"),
-    "tool_parse_errors": (pa.int32(), "turns with a tool call that could not be read"),
-    "trained_in": (pa.list_(_TRAINED), "tokens that an earlier sample trains"),
-    "stops": (pa.list_(_STOP), "tokens that hold a stop string"),
-    "experts": (_EXPERTS, "routed experts, as bytes of that shape"),
-    "shaping": (pa.string(), "JSON: what beside the temperature shaped which tokens"),
-    "notes": (pa.string(), "JSON: what clients said about the turns"),
+    "split": (pa.list_(pa.string()), "why the branch was split into several samples"),
+    "aborts": (pa.int32(), "number of aborted turns"),
+    "tool_parse_errors": (pa.int32(), "turns with a tool call that could not be parsed"),
+    "trained_in": (pa.list_(_TRAINED), "tokens that an earlier sample already trains"),
+    "stops": (pa.list_(_STOP), "tokens that contain a stop string"),
+    "experts": (_EXPERTS, "routed experts, as bytes of an array of that shape"),
+    "shaping": (pa.string(), "JSON: sampling options besides the temperature, by token range"),
+    "notes": (pa.string(), "JSON: notes that clients sent with the turns"),
 }
 PLAIN = ("reward", "token_ids", "sampled_mask", "logprobs", "logprob_mode", "temperature",
          "weight", "kind", "evidence", "branch", "parent", "depth", "turn_index", "harness",
@@ -74,8 +74,8 @@ configs:
 ---
 # Samples exported by Lockstep
 
-{count} samples: sequences of token ids, of which the sampled ones have the engine's own logprobs
-and the weight version that they were sampled under.
+{count} samples: sequences of token ids. Sampled tokens have the engine's own logprobs and the
+weight version under which they were sampled.
 
 | column | type | |
 |---|---|---|
@@ -84,7 +84,7 @@ and the weight version that they were sampled under.
 
 
 def write_parquet(samples: Iterable[ExportedSample], directory: Path) -> int:
-    """Writes the dataset into the directory; returns how many samples it has."""
+    """Write the dataset into the directory and return the number of samples."""
     path = directory / DATA
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")

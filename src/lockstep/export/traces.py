@@ -1,7 +1,7 @@
-"""Samples in the trace forms of verifiers and OpenEnv, which their trainers read.
+"""Samples in the trace formats of verifiers and OpenEnv, which their trainers read.
 
-Both are written by hand: neither package is needed here. verifiers is that of 0.4 (trace version 1,
-`WireTrace`), OpenEnv that of 0.10 (`openenv.core.harness.training.TrainingTrace`, schema 1).
+Neither package is needed. The formats are those of verifiers 0.4 (trace version 1, `WireTrace`) and
+OpenEnv 0.10 (`openenv.core.harness.training.TrainingTrace`, schema 1).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def verifiers_trace(exported: ExportedSample, decode: Decode) -> dict[str, Any]:
-    """A trace of one branch. Nodes are the stretches that were sampled and those between them.
+    """Return the trace of one branch, with a node for each sampled range and each range between.
 
-    Where a message began and ended within a prompt is not known: what stands between two sampled
-    stretches is one node, with the role of a user.
+    The boundaries of messages within a prompt are not known, so that all tokens between two sampled
+    ranges are one node with the role user.
     """
     sample = exported.sample
     nodes: list[dict[str, Any]] = []
@@ -69,7 +69,7 @@ def _node(sample: Sample, start: int, end: int, index: int, decode: Decode) -> d
 
 
 def openenv_trace(exported: ExportedSample) -> dict[str, Any]:
-    """A training trace with one turn for each stretch that was sampled."""
+    """Return a training trace with one turn for each sampled range."""
     sample = exported.sample
     about = _about(exported)
     return {
@@ -89,7 +89,7 @@ def openenv_trace(exported: ExportedSample) -> dict[str, Any]:
 
 
 def _about(exported: ExportedSample) -> dict[str, Any]:
-    """What neither form has a field for."""
+    """Return the facts for which neither format has a field."""
     sample = exported.sample
     return {
         "source": exported.source,

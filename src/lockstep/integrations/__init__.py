@@ -1,1 +1,1 @@
-"""What other trainers plug in; each part needs only its own package."""
+"""Integrations for other trainers and for Ray. Each imports only its own package."""

@@ -1,4 +1,4 @@
-"""Rollouts without training: plays the tasks of a run and writes their samples to a file."""
+"""Rollouts without training: run the tasks of a configuration and write their samples to a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.train.rollout import RolloutRunner
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What was played so far: `failed` rollouts by cause; their samples are not in the file."""
+    """Totals over the rollouts so far. `failed` counts by cause; failed samples are not written."""
 
     rollouts: int = 0
     samples: int = 0
@@ -40,14 +40,14 @@ async def collect(
     path: Path,
     on_step: Callable[[int, Collected], None] | None = None,
 ) -> Collected:
-    """Plays what `loop.steps` steps of the run would play, and writes one sample per line.
+    """Run the rollouts of `loop.steps` steps and write one sample per line.
 
-    Each line is what `Sample.from_json` reads; its reward is the rollout's, and its last note says
-    which step, group and rollout it is of. Nothing is learnt and no weights change: that is for
-    another trainer. Raises BadRequest for a file that is there already, and what rollouts raise.
+    `Sample.from_json` reads each line. Its reward is the rollout's, and its last note names the
+    step, group and rollout. No weights change. Raises BadRequest for a file that exists, and what
+    rollouts raise.
     """
     environment = load_environment(config.env.name, config.env.options)
-    serve, made = config.serve, config.rollout
+    serve, rollout = config.serve, config.rollout
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(
             RemoteFleet(serve.admin_url, token=serve.admin_token, token_file=serve.admin_token_file)
@@ -56,28 +56,28 @@ async def collect(
             connect(serve.url, serve.model, api_key=serve.api_key,
                     tokenizer=serve.tokenizer or config.model)
         )  # fmt: skip
-        workers = await _serving(fleet)
+        workers = await _count_workers(fleet)
         runner = RolloutRunner(
-            policy, environment, config, RetryPolicy(serve.retry_seconds), _wait,
+            policy, environment, config, RetryPolicy(serve.retry_seconds), _keep_weights,
             agent_sessions(serve.url, policy, fleet),
             workers=lambda: workers,
         )  # fmt: skip
         tasks, total = runner.tasks("train"), Collected()
         with _new_file(path) as file:
             for step in range(1, config.loop.steps + 1):
-                chosen = list(itertools.islice(tasks, made.groups))
-                if len(chosen) < made.groups:
+                step_tasks = list(itertools.islice(tasks, rollout.groups))
+                if len(step_tasks) < rollout.groups:
                     raise tasks_ended(
-                        config.env.name, "train", (step - 1) * made.groups + len(chosen),
-                        config.loop.steps * made.groups,
+                        config.env.name, "train", (step - 1) * rollout.groups + len(step_tasks),
+                        config.loop.steps * rollout.groups,
                     )  # fmt: skip
                 groups = await runner.groups(
-                    chosen, made.group_size, (config.seed, "collect", step)
+                    step_tasks, rollout.group_size, (config.seed, "collect", step)
                 )
                 for sample in _samples(step, groups):
                     file.write(sample.to_json() + b"\n")
                 file.flush()
-                total = _added(total, groups)
+                total = _add(total, groups)
                 if on_step is not None:
                     on_step(step, total)
     return total
@@ -92,8 +92,8 @@ def _new_file(path: Path) -> BinaryIO:
         ) from None
 
 
-async def _serving(fleet: RemoteFleet) -> int:
-    """How many workers serve; 0 where no control plane tells, which collecting does not need."""
+async def _count_workers(fleet: RemoteFleet) -> int:
+    """Return how many workers serve; 0 without a control plane, which collecting does not need."""
     try:
         workers = workers_of(await fleet.state())
     except LockstepError:
@@ -101,8 +101,8 @@ async def _serving(fleet: RemoteFleet) -> int:
     return sum(worker["state"] == "serving" for worker in workers)
 
 
-async def _wait(error: LockstepError) -> None:
-    """Before a rollout is played again: nothing is to be restored, the fleet is somebody else's."""
+async def _keep_weights(error: LockstepError) -> None:
+    """Restore nothing before a rollout is retried: another trainer owns the weights."""
 
 
 def _samples(step: int, groups: list[RolloutGroup]) -> Iterator[Sample]:
@@ -115,20 +115,20 @@ def _samples(step: int, groups: list[RolloutGroup]) -> Iterator[Sample]:
                 yield replace(sample, reward=rollout.reward.value, notes=(*sample.notes, note))
 
 
-def _added(total: Collected, groups: list[RolloutGroup]) -> Collected:
+def _add(total: Collected, groups: list[RolloutGroup]) -> Collected:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     whole = [sample for rollout in rollouts if rollout.reward.failure is None
              for sample in rollout.samples]  # fmt: skip
     failed = dict(total.failed)
     for cause, count in failures(groups).items():
         failed[cause] = failed.get(cause, 0) + count
-    played = total.rollouts + len(rollouts)
-    rewards = total.reward * total.rollouts + sum(each.reward.value for each in rollouts)
+    count = total.rollouts + len(rollouts)
+    rewards = total.reward * total.rollouts + sum(rollout.reward.value for rollout in rollouts)
     return Collected(
-        rollouts=played,
+        rollouts=count,
         samples=total.samples + len(whole),
         tokens=total.tokens + sum(sum(sample.sampled_mask) for sample in whole),
-        reward=rewards / max(played, 1),
-        solved=total.solved + sum(each.reward.solved for each in rollouts),
+        reward=rewards / max(count, 1),
+        solved=total.solved + sum(rollout.reward.solved for rollout in rollouts),
         failed=tuple(sorted(failed.items())),
     )

@@ -1,16 +1,20 @@
-"""What a run is: read from TOML, strictly, into values that do not change."""
+"""The configuration of a training run: read strictly from TOML into immutable values."""
 
 from __future__ import annotations
 
+import re
 import tomllib
-import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
+from lockstep.train.losses.loss import Loss, Option
+from lockstep.train.losses.loss_table import LOSSES
 
 Handling = Literal["drop", "mask", "keep"]
 SinkName = Literal["jsonl", "wandb", "tensorboard", "trackio", "mlflow"]
@@ -18,139 +22,199 @@ SinkName = Literal["jsonl", "wandb", "tensorboard", "trackio", "mlflow"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Where the policy is served. The token of the control plane is the value, or in the file."""
+    """The gateway that serves the policy."""
 
-    url: Annotated[str, "The gateway's data URL."] = "http://127.0.0.1:8000"
-    admin_url: Annotated[str, "The gateway's control plane."] = "http://127.0.0.1:8001"
-    admin_token: Annotated[str | None, "Its token; else the file's, else LOCKSTEP_ADMIN_TOKEN."] = (
-        None
-    )
-    admin_token_file: Annotated[str | None, "The file that holds it."] = None
-    api_key: Annotated[str | None, "The key of the data URL, where it has keys."] = None
-    model: Annotated[str | None, "Which served model; None: the only one."] = None
-    tokenizer: Annotated[str | None, "Directory or bundled name; None: that of the model."] = None
-    retry_seconds: Annotated[float, "How long an unreachable fleet is waited for."] = 300.0
+    url: Annotated[str, "Data URL of the gateway."] = "http://127.0.0.1:8000"
+    admin_url: Annotated[str, "Control-plane URL of the gateway."] = "http://127.0.0.1:8001"
+    admin_token: Annotated[
+        str | None,
+        "Token of the control plane. Unset: read from admin_token_file, then LOCKSTEP_ADMIN_TOKEN.",
+    ] = None
+    admin_token_file: Annotated[str | None, "File that holds the token."] = None
+    api_key: Annotated[str | None, "API key for the data URL, if it requires one."] = None
+    model: Annotated[str | None, "Served model to train. Unset: the only one."] = None
+    tokenizer: Annotated[str | None, "Directory or bundled name. Unset: the model's."] = None
+    retry_seconds: Annotated[float, "How long to retry while the fleet is unreachable."] = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvConfig:
-    """`name` is reverse, calc, guess, harness, verifiers:NAME, or an import path
-    "package.module:Class"."""
+    """The environment whose tasks are played."""
 
-    name: Annotated[str, "Which environment."] = "reverse"
-    options: Annotated[Mapping[str, Any], "Handed to it as keyword arguments."] = field(
+    name: Annotated[
+        str,
+        "reverse, calc, guess, harness, verifiers:NAME, or an import path package.module:Class.",
+    ] = "reverse"
+    options: Annotated[Mapping[str, Any], "Keyword arguments of the environment."] = field(
         default_factory=dict
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """A step plays `groups` tasks, each `group_size` times."""
+    """How rollouts are sampled. A step plays `groups` tasks, each `group_size` times."""
 
     groups: Annotated[int, "Tasks per step."] = 16
-    group_size: Annotated[int, "Rollouts per task, compared with each other."] = 8
-    max_tokens: Annotated[int, "Most tokens of one turn."] = 48
-    temperature: Annotated[float, "Of sampling."] = 1.0
-    logprobs: Annotated[LogprobMode, "processed; raw only at temperature 1."] = "processed"
-    concurrency: Annotated[int, "Most rollouts at once."] = 128
-    experts: Annotated[bool, "Ask for the routed experts of every token."] = False
-    samples_shown: Annotated[int, "Conversations per step that the report keeps."] = 2
+    group_size: Annotated[int, "Rollouts per task. Rewards are compared within a group."] = 8
+    max_tokens: Annotated[int, "Maximum number of tokens per turn."] = 48
+    temperature: Annotated[float, "Sampling temperature."] = 1.0
+    logprobs: Annotated[LogprobMode, "processed; raw is allowed only at temperature 1."] = (
+        "processed"
+    )
+    concurrency: Annotated[int, "Maximum number of concurrent rollouts."] = 128
+    experts: Annotated[bool, "Request the routed experts of every token."] = False
+    samples_shown: Annotated[int, "Conversations per step that are stored for the report."] = 2
+
+
+GRPO_OPTIONS = ("mask", "mask_low", "mask_high", "kl")
+"""Options of the losses grpo and distill that are fields of [loss] themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """`kind` grpo learns from rewards, distill from a teacher.
+    """The loss and its options.
 
-    `mask` dppo leaves out tokens whose probability moved by more than `mask_low` or `mask_high` in
-    the direction the advantage pushes; ipo in any direction. `kl` weighs the squared log ratio.
+    grpo learns from rewards, distill from a teacher. Their `mask` leaves out tokens whose
+    probability moved by more than `mask_low` or `mask_high`: with dppo in the direction in which
+    the advantage pushes, with ipo in any direction. Other losses take their options from `options`.
     """
 
-    kind: Annotated[Literal["grpo", "distill"], "Learn from rewards or from a teacher."] = "grpo"
-    normalize_std: Annotated[bool, "Divide advantages by their group's deviation."] = False
-    mask: Annotated[Literal["dppo", "ipo", "none"], "Which tokens are left out."] = "dppo"
-    mask_low: Annotated[float, "How far a probability may fall."] = 0.2
-    mask_high: Annotated[float, "How far it may rise."] = 0.2
-    kl: Annotated[float, "Weight of the squared log ratio."] = 1e-3
+    kind: Annotated[str, f"One of {', '.join(LOSSES)}."] = "grpo"
+    normalize_std: Annotated[bool, "Divide advantages by the standard deviation of the group."] = (
+        False
+    )
+    mask: Annotated[Literal["dppo", "ipo", "none"], "Which tokens to leave out (grpo)."] = "dppo"
+    mask_low: Annotated[float, "Maximum decrease of a token's probability (grpo)."] = 0.2
+    mask_high: Annotated[float, "Maximum increase of a token's probability (grpo)."] = 0.2
+    kl: Annotated[float, "Weight of the squared log ratio (grpo)."] = 1e-3
+    options: Annotated[Mapping[str, Any], "Options of losses other than grpo, by name."] = field(
+        default_factory=dict
+    )
+
+    def load(self) -> tuple[Loss, dict[str, Option]]:
+        """Return the loss and all of its options.
+
+        Raises BadRequest for an unknown loss and for an option that the loss does not have.
+        """
+        if self.kind not in LOSSES:
+            raise BadRequest(
+                f"loss.kind is {self.kind!r}: expected one of {', '.join(LOSSES)}",
+                param="loss.kind",
+            )
+        loss = LOSSES[self.kind]
+        options = dict(self.options)
+        for name in GRPO_OPTIONS:
+            value = getattr(self, name)
+            if name in self.options:
+                raise BadRequest(
+                    f"loss.options.{name} is {self.options[name]!r}: set loss.{name} instead",
+                    param=f"loss.options.{name}",
+                )
+            if name in loss.options:
+                options[name] = value
+            elif value != LOSSES["grpo"].options[name]:
+                raise BadRequest(
+                    f"loss.{name} is {value!r}, but loss.kind {self.kind!r} has no such option: "
+                    "leave it out",
+                    param=f"loss.{name}",
+                )
+        return loss, loss.with_defaults(self.kind, options, field="loss.options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerConfig:
-    """`lora_rank` 0 trains all weights. `exact` None: where trainer and workers compute the same
-    bits, else close; true demands it, and a run that cannot have it does not start.
+    """The model that is trained, and its optimizer.
 
-    `replay_experts` sends every token to the experts that the engine chose for it.
+    `exact` true requires that trainer and workers compute the same bits: a run that cannot does not
+    start. false trains in close mode. Unset, the run is exact where possible.
     """
 
     lr: Annotated[float, "Learning rate of AdamW."] = 1e-4
-    warmup_steps: Annotated[int, "Steps in which it rises from 0."] = 0
-    betas: Annotated[tuple[float, float], "Of AdamW."] = (0.9, 0.95)
-    weight_decay: Annotated[float, "Of AdamW."] = 0.0
-    max_grad_norm: Annotated[float, "Gradients are clipped to it."] = 1.0
-    micro_batch: Annotated[int, "Samples per forward pass; more while they have few tokens."] = 32
+    warmup_steps: Annotated[int, "Steps over which the learning rate rises linearly from 0."] = 0
+    betas: Annotated[tuple[float, float], "Betas of AdamW."] = (0.9, 0.95)
+    weight_decay: Annotated[float, "Weight decay of AdamW."] = 0.0
+    max_grad_norm: Annotated[float, "Gradients are clipped to this norm."] = 1.0
+    micro_batch: Annotated[
+        int, "Samples per forward pass. Passes with fewer than 4096 tokens take more."
+    ] = 32
     device: Annotated[str, "cpu or cuda."] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], "Of the trained weights."] = "float32"
-    threads: Annotated[int, "Torch threads."] = 1
-    exact: Annotated[bool | None, "Demand the engine's bits, or not; None: where possible."] = None
-    replay_experts: Annotated[bool, "Send tokens to the engine's experts."] = True
-    probe_tolerance: Annotated[float | None, "Of the update's proof; None: measured."] = None
-    lora_rank: Annotated[int, "0 trains all weights."] = 0
-    lora_alpha: Annotated[int, "Of the adapter."] = 32
-    lora_targets: Annotated[tuple[str, ...], "Modules with an adapter."] = (
+    dtype: Annotated[Literal["float32", "bfloat16"], "Type of the trained weights."] = "float32"
+    threads: Annotated[int, "Number of torch threads."] = 1
+    exact: Annotated[
+        bool | None, "Require the engine's bits (true) or not (false). Unset: where possible."
+    ] = None
+    replay_experts: Annotated[bool, "Route each token to the experts that the engine chose."] = True
+    probe_tolerance: Annotated[
+        float | None, "Tolerance of the probe that proves an update. Unset: measured."
+    ] = None
+    lora_rank: Annotated[int, "Rank of the LoRA adapter. 0 trains all weights."] = 0
+    lora_alpha: Annotated[int, "Alpha of the adapter."] = 32
+    lora_targets: Annotated[tuple[str, ...], "Modules that get an adapter."] = (
         "q_proj",
         "k_proj",
         "v_proj",
         "o_proj",
     )
-    lora_name: Annotated[str, "The name it is served under."] = "policy"
+    lora_name: Annotated[str, "Name under which the adapter is served."] = "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """`sync` waits for each update and is deterministic; `async` plays on while it trains.
+    """The training loop.
 
-    Tokens older than `max_off_policy` updates are not learnt from. `mixed` and `aborted` say what
-    happens to samples of several versions, and to those with a turn that was cut off. A step whose
-    samples were all dropped is skipped; more than `max_skipped` of them in a row end the run.
+    `sync` waits for each update and is deterministic. `async` samples rollouts while it trains. A
+    step whose samples were all dropped is skipped; the run ends after more than `max_skipped`
+    skipped steps in a row.
     """
 
-    mode: Annotated[Literal["sync", "async"], "Wait for each update, or play on."] = "sync"
-    steps: Annotated[int, "Training steps."] = 30
-    max_off_policy: Annotated[int, "Updates a token may be behind."] = 4
-    mixed: Annotated[Handling, "Samples of several versions."] = "keep"
-    aborted: Annotated[Handling, "Samples with a turn that was cut off."] = "mask"
-    update_mode: Annotated[Literal["keep", "wait", "abort"], "How an update pauses."] = "keep"
-    pin_version: Annotated[bool, "In sync mode, demand the newest version."] = True
-    keep_checkpoints: Annotated[int, "Checkpoints that stay on disk."] = 3
-    max_skipped: Annotated[int, "Empty steps in a row before it ends."] = 3
+    mode: Annotated[Literal["sync", "async"], "Wait for each update, or sample meanwhile."] = "sync"
+    steps: Annotated[int, "Number of training steps."] = 30
+    max_off_policy: Annotated[
+        int, "Maximum age of a token in updates. Older tokens are dropped (async)."
+    ] = 4
+    mixed: Annotated[Handling, "What to do with samples of several weight versions."] = "keep"
+    aborted: Annotated[Handling, "What to do with samples that have an aborted turn."] = "mask"
+    update_mode: Annotated[
+        Literal["keep", "wait", "abort"], "What an update does to running requests."
+    ] = "keep"
+    pin_version: Annotated[bool, "In sync mode, require the newest version for rollouts."] = True
+    keep_checkpoints: Annotated[int, "Number of checkpoints to keep on disk."] = 3
+    max_skipped: Annotated[int, "Maximum number of skipped steps in a row."] = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Held-out prompts, played before and after, and every so many steps when `every` is not 0."""
+    """Evaluation on held-out prompts, before and after training."""
 
-    prompts: Annotated[int, "How many."] = 64
-    every: Annotated[int, "Steps between evaluations; 0: only before and after."] = 0
+    prompts: Annotated[int, "Number of held-out prompts. 0 disables evaluation."] = 64
+    every: Annotated[int, "Also evaluate every so many steps. 0: only before and after."] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig:
-    """The endpoint whose logprobs a distillation learns from."""
+    """The endpoint whose logprobs the distill loss learns from."""
 
-    url: Annotated[str, "Its data URL."] = ""
-    model: Annotated[str | None, "Which of its models; None: the only one."] = None
-    api_key: Annotated[str | None, "Its key, where it has keys."] = None
+    url: Annotated[str, "Data URL of the teacher."] = ""
+    model: Annotated[str | None, "Model of the teacher. Unset: the only one."] = None
+    api_key: Annotated[str | None, "API key of the teacher, if it requires one."] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One run. `model` is a bundled name or a directory: the weights that training starts from."""
+    """The configuration of one run.
 
-    model: Annotated[str, "Bundled name or directory."] = "tiny"
-    run_dir: Annotated[str, "Where checkpoints, metrics and samples go."] = "run"
-    seed: Annotated[int, "Of tasks, sampling and learning."] = 0
+        config = TrainConfig.read("run.toml")
+        result = await Trainer(config).run()
+
+    A field that does not exist, or has a wrong type or value, raises BadRequest with its name.
+    """
+
+    model: Annotated[str, "Weights that training starts from: bundled name or directory."] = "tiny"
+    run_dir: Annotated[str, "Directory for checkpoints, metrics and samples."] = "run"
+    seed: Annotated[int, "Seed of tasks, sampling and learning."] = 0
     sinks: Annotated[
         tuple[SinkName, ...],
-        "Trackers that get the metrics too; jsonl, the run's own, always does.",
+        "Trackers that also receive the metrics. jsonl, in the run directory, is always written.",
     ] = ("jsonl",)
     serve: ServeConfig = field(default_factory=ServeConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -175,9 +239,11 @@ class TrainConfig:
         for section, keys in counts.items():
             for key in keys:
                 require(getattr(getattr(self, section), key) >= 1, f"{section}.{key}", "1 or more")
-        least = 1 if self.loss.kind == "distill" else 2
-        require(self.rollout.group_size >= least, "rollout.group_size",
+        loss, _ = self.loss.load()
+        from_teacher = loss.learns_from == "teacher"
+        require(from_teacher or self.rollout.group_size >= 2, "rollout.group_size",
                 "2 or more, as rewards are compared within a group")  # fmt: skip
+        require(self.rollout.group_size >= 1, "rollout.group_size", "1 or more")
         require(self.rollout.temperature > 0, "rollout.temperature", "more than 0")
         require(self.rollout.temperature == 1.0 or self.rollout.logprobs == "processed",
                 "rollout.logprobs", "'processed' when rollout.temperature is not 1: raw logprobs "
@@ -185,12 +251,12 @@ class TrainConfig:
         require(self.learner.lr > 0, "learner.lr", "more than 0")
         require(self.loop.max_off_policy >= 0, "loop.max_off_policy", "0 or more")
         require(self.loop.max_skipped >= 0, "loop.max_skipped", "0 or more")
-        require(self.loss.kind != "distill" or bool(self.teacher.url), "teacher.url",
-                "the URL of a teacher, as loss.kind is 'distill'")  # fmt: skip
+        require(not from_teacher or bool(self.teacher.url), "teacher.url",
+                f"the URL of a teacher, as loss.kind is {self.loss.kind!r}")  # fmt: skip
 
     @classmethod
     def read(cls, path: str | Path) -> TrainConfig:
-        """The run in a TOML file. Raises BadRequest that names the field."""
+        """Read a run from a TOML file. Raises BadRequest that names the wrong field."""
         try:
             raw = tomllib.loads(Path(path).read_text())
         except OSError as error:
@@ -201,12 +267,15 @@ class TrainConfig:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> TrainConfig:
-        """The run that nested mappings describe. Raises BadRequest that names the field."""
-        made: TrainConfig = _build(cls, raw, "")
-        return made
+        """Return the run that nested mappings describe. Raises BadRequest that names the field."""
+        _check_names(cls, raw, "")
+        try:
+            return msgspec.convert(raw, cls)
+        except msgspec.ValidationError as error:
+            raise _explain(str(error), raw) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """As `of` takes it, without secrets."""
+        """Return the run as `of` takes it, with secrets replaced by ***."""
         plain = asdict(self)
         secrets = (("serve", "admin_token"), ("serve", "api_key"), ("teacher", "api_key"))
         for section, key in secrets:
@@ -214,44 +283,39 @@ class TrainConfig:
         return plain
 
 
-def _build(kind: Any, raw: Any, at: str) -> Any:
-    if not isinstance(raw, Mapping):
-        raise BadRequest(f"{at} is {raw!r}: expected a table", param=at)
+TYPE_NAMES = {"object": "a table", "array": "a list", "bool": "true or false"}
+PROBLEM = re.compile(r"(?:Expected `([^`]*)`(?: of length (\d+))?)?.*? - at `\$\.(.*)`$")
+
+
+def _check_names(kind: Any, raw: Mapping[str, Any], path: str) -> None:
+    """Raise BadRequest for a field that does not exist: msgspec ignores those of a dataclass."""
     hints = get_type_hints(kind)
-    known = [each.name for each in fields(kind)]
-    values = {}
     for name, value in raw.items():
-        where = f"{at}.{name}" if at else name
-        if name not in known:
-            raise BadRequest(f"{where} is not known: expected one of {', '.join(known)}",
-                             param=where)  # fmt: skip
-        values[name] = _value(hints[name], value, where)
-    return kind(**values)
+        field = f"{path}{name}"
+        if name not in hints:
+            raise BadRequest(
+                f"{field} is not a known field: expected one of {', '.join(hints)}", param=field
+            )
+        if is_dataclass(hints[name]) and isinstance(value, Mapping):
+            _check_names(hints[name], value, f"{field}.")
 
 
-def _value(kind: Any, value: Any, at: str) -> Any:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _build(kind, value, at)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return _value(next(a for a in arguments if a is not type(None)), value, at)
-    if origin is Literal:
-        if value not in arguments:
-            names = ", ".join(map(repr, arguments))
-            raise BadRequest(f"{at} is {value!r}: expected one of {names}", param=at)
-        return value
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)) or (
-            arguments[-1] is not Ellipsis and len(value) != len(arguments)
-        ):
-            raise BadRequest(f"{at} is {value!r}: expected a list", param=at)
-        return tuple(_value(arguments[0], each, f"{at}[{i}]") for i, each in enumerate(value))
-    if kind is float and type(value) is int:
-        return float(value)
-    plain = Mapping if origin is not None else kind
-    if not isinstance(value, plain) or (kind is int and isinstance(value, bool)):
-        name = getattr(kind, "__name__", str(kind))
-        raise BadRequest(f"{at} is {value!r}: expected {name}", param=at)
-    return value
+def _explain(message: str, raw: Mapping[str, Any]) -> BadRequest:
+    """Return the error for a msgspec validation message, with the field, its value and its type."""
+    match = PROBLEM.fullmatch(message)
+    if match is None:
+        return BadRequest(f"the configuration is wrong: {message}", param="config")
+    expected, length, field = match.groups()
+    kind: Any = TrainConfig
+    value: Any = raw
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
+        if index:
+            kind, value = get_args(kind)[0], value[int(index)]
+        else:
+            kind, value = get_type_hints(kind).get(name), value[name]
+    if get_origin(kind) is Literal:
+        wanted = f"one of {', '.join(map(repr, get_args(kind)))}"
+    else:
+        name = (expected or message).removesuffix(" | null")
+        wanted = TYPE_NAMES.get(name, name) + (f" of {length}" if length else "")
+    return BadRequest(f"{field} is {value!r}: expected {wanted}", param=field)

@@ -1,4 +1,4 @@
-"""Errors of rollouts: one typed error in place of the exception groups of concurrent tasks."""
+"""Errors of rollouts: one typed error instead of the exception group of concurrent tasks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from lockstep.tokens.errors import BadRequest, LockstepError, RolloutFailed
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """Raises the first error of a task group inside, with a note of how many more there were.
+    """Raise the first error of a task group in the block, with a note of how many others failed.
 
-    An error that Lockstep raised on purpose goes before any other.
+    A LockstepError takes precedence over any other exception.
     """
     try:
         yield
     except ExceptionGroup as failed:
         errors = sorted(_leaves(failed), key=lambda error: not isinstance(error, LockstepError))
         if len(errors) > 1:
-            errors[0].add_note(f"{len(errors) - 1} more failed at the same time")
+            errors[0].add_note(f"{len(errors) - 1} other tasks failed at the same time")
         raise errors[0] from None
 
 
 @contextmanager
 def from_env(env: str, where: str) -> Iterator[None]:
-    """Adds to every error inside which environment it came from, and where.
+    """Add the environment and `where` it failed to every error of the block.
 
-    Raises RolloutFailed for an exception of the environment's own, with its place in the code.
+    Raises RolloutFailed for an exception of the environment's own code, with its file and line.
     """
     try:
         yield
@@ -45,10 +45,10 @@ def from_env(env: str, where: str) -> Iterator[None]:
 
 
 def tasks_ended(env: str, split: str, count: int, needed: int) -> BadRequest:
-    """The error for a task source that ended before the run did."""
+    """Return the error for an environment that ran out of tasks."""
     return BadRequest(
-        f"env {env!r} ended after {count} {split} tasks, and the run needs {needed}: let tasks() "
-        "begin again at its end, or lower loop.steps, rollout.groups or eval.prompts",
+        f"env {env!r} ended after {count} {split} tasks, but the run needs {needed}: let tasks() "
+        "start over at its end, or lower loop.steps, rollout.groups or eval.prompts",
         param="env.name",
     )
 

@@ -1,8 +1,8 @@
-"""The first requests of a group's rollouts: those that differ in their seed alone are sent as one.
+"""The first requests of a group's rollouts, merged into one request where only their seeds differ.
 
-The rollouts of a group begin with the same prompt. As one request with a choice for each they cost
-one round trip and one prefill. Choice i of a request has its seed plus i, and the rollouts of a
-group have seeds that count up: each gets the very tokens that a request of its own would give.
+The rollouts of a group start with the same prompt. One request with a choice for each costs one
+round trip and one prefill. Choice i of a request is sampled with its seed plus i, and the rollouts
+of a group have consecutive seeds, so each gets the tokens that its own request would have returned.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import ContractError, LockstepError
 
 GRACE_SECONDS = 0.02
-"""How long the first of a group to send a request waits for the others."""
+"""How long the first request of a group waits for the others."""
 EVIDENCE_TOKENS = 256
-"""Tokens of choices after which waits for siblings are judged."""
-MOST_WAITED = 0.25
-"""Of the tokens of choices, how many may be waited for by rollouts that had ended before."""
-_REQUEST = tuple(each.name for each in fields(GenerateRequest) if each.name != "sampling")
-_SAMPLING = tuple(each.name for each in fields(Sampling) if each.name != "seed")
+"""Sampled tokens after which `SiblingWaits.too_long` is decided."""
+MAX_WAITED = 0.25
+"""Maximum share of the sampled tokens for which finished rollouts may wait for their siblings."""
+_REQUEST = tuple(own.name for own in fields(GenerateRequest) if own.name != "sampling")
+_SAMPLING = tuple(own.name for own in fields(Sampling) if own.name != "seed")
 
 
 @dataclass(slots=True)
 class SiblingWaits:
-    """How long rollouts that go on have waited for the others of their request, in tokens.
+    """How many tokens rollouts have waited for their siblings before their next turn.
 
-    A response comes when its longest choice has ended. Where that is the end of all of them nobody
-    waits; a conversation whose next turn is held up by it should have had a request of its own.
+    A response arrives when its longest choice has ended. That costs nothing in a single-turn task,
+    but delays the next turn of a conversation: then separate requests are faster.
     """
 
     sampled: int = 0
@@ -42,95 +42,100 @@ class SiblingWaits:
 
     @property
     def too_long(self) -> bool:
-        """Whether requests of their own would be better."""
-        return self.sampled > EVIDENCE_TOKENS and self.waited > MOST_WAITED * self.sampled
+        """Whether separate requests are better."""
+        return self.sampled > EVIDENCE_TOKENS and self.waited > MAX_WAITED * self.sampled
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request that is not sent yet, and who waits for its completion."""
+class _Queued:
+    """A request that is not sent yet, and the future of its completion."""
 
     request: GenerateRequest
     completion: asyncio.Future[tuple[Completion, int]]
 
 
 class GroupRequests:
-    """Collects the first requests of the `size` rollouts of one group.
+    """Merges the first requests of the `size` rollouts of one group.
 
-    One request has at most `most` choices, so that a group does not crowd on one worker of many.
+    One request has at most `max_choices` choices, so that a group is spread over several workers.
     """
 
-    def __init__(self, transport: Transport, waits: SiblingWaits, *, size: int, most: int) -> None:
+    def __init__(
+        self, transport: Transport, waits: SiblingWaits, *, size: int, max_choices: int
+    ) -> None:
         self.transport = transport
         self.waits = waits
         self.openings = Openings()
         self._size = size
-        self._most = most if transport.gives_choices else 1
-        self._waiting: list[_Waiting] = []
+        self._max_choices = max_choices if transport.gives_choices else 1
+        self._queued: list[_Queued] = []
         self._running: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def shares(self) -> bool:
-        """Whether requests are sent together at all."""
-        return min(self._most, self._size) > 1 and not self.waits.too_long
+        """Whether requests are merged at all."""
+        return min(self._max_choices, self._size) > 1 and not self.waits.too_long
 
     def member(self) -> RolloutTransport:
-        """The transport of one rollout of the group."""
+        """Return the transport of one rollout of the group."""
         return RolloutTransport(self)
 
     async def generate(self, request: GenerateRequest) -> tuple[Completion, int]:
-        """The completion of a request for one choice, and how many tokens its longest sibling had
-        more. Raises what the transport raises."""
+        """Return the completion of a request for one choice, and how many tokens longer its longest
+        sibling was. Raises what the transport raises."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, loop.create_future())
-        self._waiting.append(waiting)
-        if len(self._waiting) >= self._size:
+        queued = _Queued(request, loop.create_future())
+        self._queued.append(queued)
+        if len(self._queued) >= self._size:
             self._send()
         elif self._timer is None:
             self._timer = loop.call_later(GRACE_SECONDS, self._send)
-        return await waiting.completion
+        return await queued.completion
 
     def _send(self) -> None:
-        """Sends what has come, in as few requests as give the same."""
+        """Send the queued requests, merged into as few as possible."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        waiting, self._waiting = self._waiting, []
-        for run in _runs([each for each in waiting if not each.completion.done()], self._most):
+        queued, self._queued = self._queued, []
+        for run in _runs([own for own in queued if not own.completion.done()], self._max_choices):
             sending = asyncio.create_task(self._send_one(run))
             self._running.add(sending)
             sending.add_done_callback(self._running.discard)
-            for each in run:
-                each.completion.add_done_callback(partial(_drop, run, sending))
+            for queued_request in run:
+                queued_request.completion.add_done_callback(partial(_drop, run, sending))
 
-    async def _send_one(self, run: list[_Waiting]) -> None:
+    async def _send_one(self, run: list[_Queued]) -> None:
         first = run[0].request
         request = replace(first, sampling=replace(first.sampling, n=len(run)))
         try:
             completions = await self.transport.generate(request)
             if len(completions) != len(run):
-                raise ContractError(f"{len(run)} choices were requested, {len(completions)} came")
+                raise ContractError(
+                    f"the engine returned {len(completions)} choices: {len(run)} were requested"
+                )
         except Exception as error:
-            for each in run:
-                if not each.completion.done():
-                    each.completion.set_exception(_own(error))
+            for queued in run:
+                if not queued.completion.done():
+                    queued.completion.set_exception(_copy_error(error))
             return
-        longest = max(len(each.token_ids) for each in completions)
-        for each, completion in zip(run, completions, strict=True):
+        longest = max(len(completion.token_ids) for completion in completions)
+        # Choice i was sampled with seed + i, which is the seed of the i-th request of the run.
+        for queued, completion in zip(run, completions, strict=True):
             self.waits.sampled += len(completion.token_ids)
-            if not each.completion.done():
+            if not queued.completion.done():
                 longer = longest - len(completion.token_ids)
-                each.completion.set_result((replace(completion, index=0), longer))
+                queued.completion.set_result((replace(completion, index=0), longer))
 
 
 class RolloutTransport:
-    """The transport of one rollout: the group's, with requests that may be shared."""
+    """The transport of one rollout: the group's, with a first request that may be merged."""
 
     def __init__(self, group: GroupRequests) -> None:
         self._group = group
         self._transport = group.transport
-        self._began = False
+        self._started = False
         self._waited = 0
 
     @property
@@ -154,9 +159,9 @@ class RolloutTransport:
         return self._transport.gives_choices
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """What the group's transport gives; the first request may be sent with those of others."""
-        first, self._began = not self._began, True
-        # It goes on: what its first turn waited for the siblings was lost.
+        """Return the completions of a request. The first request may be merged with others."""
+        first, self._started = not self._started, True
+        # Another turn follows: the time that the first turn waited for its siblings was lost.
         self._group.waits.waited += self._waited
         self._waited = 0
         if not (first and self._group.shares and _may_share(request)):
@@ -178,25 +183,25 @@ class RolloutTransport:
 
 
 def _may_share(request: GenerateRequest) -> bool:
-    """Whether a choice of another request can be this one's: it has a seed, and no name."""
+    """Whether the request can be merged: it has one choice, a seed and no id of its own."""
     sampling = request.sampling
     return sampling.n == 1 and sampling.seed is not None and request.request_id is None
 
 
-def _runs(waiting: list[_Waiting], most: int) -> Iterator[list[_Waiting]]:
-    """Those that differ in nothing but a seed that counts up, at most `most` together."""
-    run: list[_Waiting] = []
-    for each in sorted(waiting, key=_seed):
-        if run and (len(run) == most or not _follows(run, each.request)):
+def _runs(queued: list[_Queued], size: int) -> Iterator[list[_Queued]]:
+    """Yield runs of at most `size` requests that differ only in consecutive seeds."""
+    run: list[_Queued] = []
+    for own in sorted(queued, key=_seed):
+        if run and (len(run) == size or not _follows(run, own.request)):
             yield run
             run = []
-        run.append(each)
+        run.append(own)
     if run:
         yield run
 
 
-def _follows(run: list[_Waiting], request: GenerateRequest) -> bool:
-    """Whether the request is what the next choice of the run's would be."""
+def _follows(run: list[_Queued], request: GenerateRequest) -> bool:
+    """Whether the next choice of the merged request equals this request."""
     first = run[0].request
     return (
         request.sampling.seed == _seed(run[0]) + len(run)
@@ -205,20 +210,20 @@ def _follows(run: list[_Waiting], request: GenerateRequest) -> bool:
     )
 
 
-def _same(one: object, other: object, names: tuple[str, ...]) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+def _same(first: object, second: object, names: tuple[str, ...]) -> bool:
+    return all(getattr(first, name) == getattr(second, name) for name in names)
 
 
-def _seed(waiting: _Waiting) -> int:
-    return waiting.request.sampling.seed or 0
+def _seed(queued: _Queued) -> int:
+    return queued.request.sampling.seed or 0
 
 
-def _drop(run: list[_Waiting], sending: asyncio.Task[None], _: object) -> None:
-    """Ends a request that nobody waits for any more."""
-    if all(each.completion.cancelled() for each in run):
+def _drop(run: list[_Queued], sending: asyncio.Task[None], _: object) -> None:
+    """Cancel a merged request when all of its rollouts were cancelled."""
+    if all(queued.completion.cancelled() for queued in run):
         sending.cancel()
 
 
-def _own(error: Exception) -> Exception:
-    """The error as that of one rollout: its notes and its traceback are not those of the others."""
+def _copy_error(error: Exception) -> Exception:
+    """Return a copy for one rollout, so that its notes and traceback are not shared with others."""
     return error.with_message(error.message) if isinstance(error, LockstepError) else error

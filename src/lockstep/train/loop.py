@@ -1,4 +1,4 @@
-"""The training loop: play, learn, publish; in turns, or playing on while it learns."""
+"""The training loop: sample rollouts, learn, publish; in turn (sync) or overlapped (async)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lockstep.train.learning.batch import Clock, RolloutGroup, is_stale
 from lockstep.train.learning.exactness import Exactness, base_card, check_base
 from lockstep.train.learning.learner import Learner, own_plan
 from lockstep.train.publish import FleetLike, Publisher
-from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.sinks import Sinks, check_sinks
+from lockstep.train.records.step_metrics import Evaluation, RunResult, StepMetrics
 from lockstep.train.retry import RetryPolicy
 from lockstep.train.rollout import RolloutRunner
 from lockstep.train.steps import OnStep, StepRunner
@@ -34,10 +34,12 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """One run against a served policy and the control plane of its fleet.
+    """One training run against a served policy and the control plane of its fleet.
 
-    URLs and token default to the config's. `fleet` may be any `FleetLike`; `environment` any
-    Environment, in place of the one that the config names.
+        result = await Trainer(TrainConfig.read("run.toml")).run()
+
+    URLs and token default to the config's. `fleet` may be any `FleetLike`, and `environment`
+    replaces the one that the config names.
     """
 
     def __init__(
@@ -59,26 +61,26 @@ class Trainer:
         self._environment = environment or load_environment(config.env.name, config.env.options)
         self._resume = resume
         self._retry = RetryPolicy(config.serve.retry_seconds)
-        # All of torch in one thread of its own: the loop stays free to play and to watch.
+        # Torch runs in one thread of its own, so that the event loop stays free for rollouts.
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="learner")
 
     async def run(self, on_step: OnStep | None = None) -> RunResult:
-        """Trains to the last step and evaluates. Raises what cannot be waited for.
+        """Train to the last step and evaluate. Raises errors that retrying did not resolve.
 
-        A run that was cut off goes on from its last stable checkpoint when `resume` is set.
+        With `resume`, an interrupted run continues from its last stable checkpoint.
         """
         check_sinks(self.config.sinks)
         async with AsyncExitStack() as stack:
             stack.callback(self._torch.shutdown, cancel_futures=True)
             await self._connect(stack)
             exactness = await self._compare_numerics()
-            first = await self._begin(exactness, on_step, stack)
+            first = await self._start(exactness, on_step, stack)
             watching = asyncio.create_task(self._publisher.watch(self._on_worker))
             stack.callback(watching.cancel)
             before = await self._evaluate_before(first)
             train = self._train_sync if self.config.loop.mode == "sync" else self._train_async
             await train(first)
-            await self._steps.synced()
+            await self._steps.wait_synced()
             after = await self._evaluate(self.config.loop.steps)
             version = self._steps.current.version
             self.directory.write_run(
@@ -87,7 +89,7 @@ class Trainer:
             path, metrics = str(self.directory.path), tuple(self._steps.metrics)
             return RunResult(path, version, before, after, metrics, exactness)
 
-    # Beginning
+    # Start
 
     async def _connect(self, stack: AsyncExitStack) -> None:
         config, serve = self.config, self.config.serve
@@ -104,7 +106,7 @@ class Trainer:
                     tokenizer=serve.tokenizer or config.model)
         )  # fmt: skip
         self._teacher: Policy | None = None
-        if config.loss.kind == "distill":
+        if config.loss.load()[0].learns_from == "teacher":
             teacher = config.teacher
             self._teacher = await stack.enter_async_context(
                 connect(teacher.url, teacher.model, api_key=teacher.api_key)
@@ -116,23 +118,23 @@ class Trainer:
         )  # fmt: skip
 
     async def _compare_numerics(self) -> Exactness:
-        """Whether this run is exact, decided by how trainer and workers compute."""
+        """Decide from the numerics of trainer and workers whether this run is exact."""
         cards = await self._retry.call("models", lambda _: self._policy.models())
         card = base_card(cards, self.config.serve.model)
         trainer = await self._in_thread(own_plan, self.config)
         workers = None if card is None else card.numerics
         return Exactness.between(trainer, workers, self.config.learner)
 
-    async def _begin(
+    async def _start(
         self, exactness: Exactness, on_step: OnStep | None, stack: AsyncExitStack
     ) -> int:
-        """Starts or resumes the run and has the fleet serve its weights; returns their step."""
+        """Start or resume the run and publish its weights; return their step."""
         step = self.directory.last_step() if self._resume else None
         if step is None:
             if self._resume and self.directory.run():
                 raise Conflict(
                     f"{self.directory.path} has no stable checkpoint to resume from: remove it and "
-                    "start anew",
+                    "start again without --resume",
                     param="run_dir",
                 )
             self.directory.start()
@@ -158,13 +160,13 @@ class Trainer:
         self.directory.event("resume", step=step)
         self._record_exactness(exactness)
         published = await self._steps.publish(step)
-        # The crash came after the checkpoint and before its line: the step is reported now.
+        # The run crashed after the checkpoint and before its metrics line: report the step now.
         if not reported and state["metrics"] is not None:
             self._steps.report(StepMetrics.from_json(state["metrics"]), published)
         return step
 
     def _open_sinks(self, stack: AsyncExitStack) -> None:
-        """Begins with the trackers; what they fail with is an event of the run."""
+        """Open the trackers. A failure of a tracker becomes an event of the run."""
         started = self.directory.run()["started"]
         self._sinks = stack.enter_context(
             Sinks.open(
@@ -177,7 +179,7 @@ class Trainer:
     async def _open_steps(
         self, exactness: Exactness, step: int | None, on_step: OnStep | None
     ) -> Learner:
-        """The learner, with the weights of a step or the model's own, and what takes its steps."""
+        """Create the step runner and its learner, with the weights of `step` or the model's."""
         weights = None if step is None else self.directory.checkpoint(step)
         learner = await self._in_thread(
             lambda: Learner(self.config, exact=exactness.is_exact, weights=weights)
@@ -197,39 +199,41 @@ class Trainer:
     # The two modes
 
     async def _train_sync(self, first: int) -> None:
-        """Plays the groups of a step, learns from them, and plays on with the new weights."""
+        """Sample the groups of a step, learn from them, and continue with the new weights."""
         per_step, size = self.config.rollout.groups, self.config.rollout.group_size
         tasks = self._rollouts.tasks("train", first * per_step)
         pinned = self.config.loop.pin_version and not self.config.learner.lora_rank
         for step in range(first + 1, self.config.loop.steps + 1):
-            begun = perf_counter()
+            started = perf_counter()
             version = self._steps.current.label if pinned else None
-            chosen = list(itertools.islice(tasks, per_step))
-            if len(chosen) < per_step:
-                raise self._tasks_ended((step - 1) * per_step + len(chosen))
+            step_tasks = list(itertools.islice(tasks, per_step))
+            if len(step_tasks) < per_step:
+                raise self._tasks_ended((step - 1) * per_step + len(step_tasks))
             seeds = (self.config.seed, "step", step)
-            groups = await self._rollouts.groups(chosen, size, seeds, version)
-            await self._steps.take(step, groups, begun, 0)
+            groups = await self._rollouts.groups(step_tasks, size, seeds, version)
+            await self._steps.take(step, groups, started, 0)
             await self._evaluate_after(step)
 
     async def _train_async(self, first: int) -> None:
-        """Learns from groups in the order of their tasks, while others are played with older
-        weights: with what a step leaves in the queue, none of them grows too old."""
+        """Learn from groups in the order of their tasks, while others are sampled.
+
+        The queue holds the groups of max_off_policy + 1 steps, so that none becomes too old.
+        """
         per_step, limit = self.config.rollout.groups, self.config.loop.max_off_policy
         size = self.config.rollout.group_size
 
-        async def play(number: int, task: Task) -> RolloutGroup:
+        async def run_group(number: int, task: Task) -> RolloutGroup:
             return await self._rollouts.group(task, size, (self.config.seed, "async", number))
 
         tasks = enumerate(self._rollouts.tasks("train", first * per_step), first * per_step)
-        queue = GroupQueue(tasks, play, limit=per_step * (limit + 1))
+        queue = GroupQueue(tasks, run_group, limit=per_step * (limit + 1))
 
-        def play_on() -> None:
+        def release_step() -> None:
             queue.release(per_step)
 
         async with queue, self._steps.overlapping():
             for step in range(first + 1, self.config.loop.steps + 1):
-                begun = perf_counter()
+                started = perf_counter()
                 groups: list[RolloutGroup] = []
                 late = 0
                 while len(groups) < per_step:
@@ -242,31 +246,31 @@ class Trainer:
                         queue.release(1)
                     else:
                         groups.append(group)
-                await self._steps.take(step, groups, begun, limit, late, on_served=play_on)
-                # Without old weights allowed, nothing can be played before the new ones are served.
+                await self._steps.take(step, groups, started, limit, late, on_served=release_step)
+                # With max_off_policy 0 nothing can be sampled before the new weights are served.
                 if not limit or self._evaluates(step):
                     await self._steps.settle()
                 await self._evaluate_after(step)
 
-    def _tasks_ended(self, played: int) -> LockstepError:
+    def _tasks_ended(self, count: int) -> LockstepError:
         needed = self.config.loop.steps * self.config.rollout.groups
-        return tasks_ended(self.config.env.name, "train", played, needed)
+        return tasks_ended(self.config.env.name, "train", count, needed)
 
     # While it runs
 
     async def _restore_weights(self, error: LockstepError) -> None:
-        """Before a rollout is tried again: a fleet that lost its weights gets them back."""
+        """Publish the weights again before a retry, if the fleet has lost them."""
         if isinstance(error, VersionUnavailable):
-            with suppress(LockstepError):  # the rollout's own error says it, if it fails again
+            with suppress(LockstepError):  # if the retry fails as well, its error is raised
                 await self._publisher.ensure()
 
     def _on_worker(self, kind: str, worker: Any) -> None:
         self.directory.event(kind, worker=worker["id"], version=worker["version"])
 
     async def _evaluate_before(self, first: int) -> Evaluation | None:
-        known = self.directory.run().get("before")
-        if known is not None:
-            return Evaluation(**known)
+        recorded = self.directory.run().get("before")
+        if recorded is not None:
+            return Evaluation(**recorded)
         if first != 0:
             return None
         before = await self._evaluate(0)

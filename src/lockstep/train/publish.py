@@ -1,4 +1,4 @@
-"""Publishing weights: pushed until the fleet serves them, and again when it has lost them."""
+"""Publishes weights: pushes a checkpoint until the fleet serves it, and again when it was lost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from lockstep.backends.admin import PauseMode
 from lockstep.tokens.errors import CheckpointError, Conflict, LockstepError
 from lockstep.tokens.operation import Operation
 from lockstep.tokens.versions import VersionLabel, joined
-from lockstep.train.retry import PASSING, RetryPolicy
+from lockstep.train.retry import TRANSIENT, RetryPolicy
 
 WATCH_SECONDS = 0.5
-PROOF_TRIES = 3
+MAX_FAILED_PROOFS = 3
+"""Failed probes of one version after which publishing it is given up."""
 Worker = Mapping[str, Any]
 
 
 class FleetLike(Protocol):
-    """What a trainer needs of a fleet; `lockstep.fleet.remote.RemoteFleet` is one."""
+    """The calls that a trainer makes to a fleet, such as a `lockstep.fleet.remote.RemoteFleet`."""
 
     async def state(self) -> dict[str, Any]: ...
 
@@ -43,7 +44,7 @@ class FleetLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Weights that the fleet serves as `version`; `label` is what tokens sampled under it carry."""
+    """Weights that the fleet serves as `version`. Tokens sampled from them carry `label`."""
 
     step: int
     directory: Path
@@ -55,7 +56,7 @@ class Published:
 
 
 class Publisher:
-    """Publishes the weights of a run. `adapter` names the LoRA adapter that is trained, if any."""
+    """Publishes the weights of a run. `adapter` is the name of the trained LoRA adapter, if any."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Publisher:
         mode: PauseMode,
         suffix: str = "",
     ) -> None:
-        """`suffix` ends the labels of this run; one is made up when the fleet has such a label."""
+        """`suffix` ends the labels of this run, where another run has used the plain labels."""
         self._fleet = fleet
         self._retry = retry
         self._adapter = adapter
@@ -78,33 +79,34 @@ class Publisher:
         self._seen: tuple[Worker, ...] = ()
 
     def serving(self) -> int:
-        """How many workers served the weights when they were published; 0 before that."""
+        """Return how many workers served the weights when they were published; 0 before that."""
         workers = self.current.workers if self.current is not None else ()
         return sum(worker["state"] == "serving" for worker in workers)
 
     async def publish(self, directory: Path, step: int) -> Published:
-        """Pushes a checkpoint until the fleet serves it, proved. Raises what the fleet raises.
+        """Push a checkpoint until the fleet has proved and serves it. Raises what the fleet raises.
 
-        Passing failures are tried again: a lost connection, too few workers, an update that was
-        undone because one died in the middle of it.
+        Transient failures are retried: a lost connection, too few workers, an update that was
+        rolled back because a worker died.
         """
         async with self._lock:
             return await self._publish(directory, step)
 
     async def ensure(self) -> None:
-        """Pushes the current weights again when the fleet does not serve them any more."""
+        """Push the current weights again if the fleet no longer serves them."""
+        # Under the lock: several rollouts may find at once that the fleet lost its weights.
         async with self._lock:
             current = self.current
             if current is not None and not _serves(await self._fleet.state(), current.label):
                 await self._publish(current.directory, current.step)
 
     async def _publish(self, directory: Path, step: int) -> Published:
-        begun = perf_counter()
+        started = perf_counter()
         version = f"step-{step}{self.suffix}"
 
         async def push(attempt: int) -> Operation:
-            # The fleet gives the failure of a key again for ever: a new attempt needs a new key.
-            # An update that did happen is not repeated: the fleet knows what it serves.
+            # The fleet repeats the result of a key, failures included, so a retry needs a new key.
+            # An update that did succeed is not repeated: the fleet already serves the version.
             key = f"{self._nonce}-{version}-{attempt}"
             if self._adapter is not None:
                 return await self._fleet.load_adapter(self._adapter, directory, version)
@@ -118,28 +120,28 @@ class Publisher:
         except Conflict:
             if self.suffix:
                 raise
-            # Another run has used this label on this fleet: ours are told apart from now on.
+            # Another run has used this label on this fleet: use a suffix from now on.
             self.suffix = f"-{self._nonce}"
             return await self._publish(directory, step)
-        label, workers = await self._as_served(operation, version)
+        label, workers = await self._confirm_served(operation, version)
         self.current = Published(
             step,
             directory,
             version,
             label,
-            perf_counter() - begun,
+            perf_counter() - started,
             operation.pause_seconds or 0.0,
             workers,
         )
         return self.current
 
-    async def _as_served(
+    async def _confirm_served(
         self, operation: Operation, version: str
     ) -> tuple[str, tuple[Worker, ...]]:
-        """What tokens sampled now are labelled with, and all workers of the fleet.
+        """Return the label of tokens sampled now, and all workers of the fleet.
 
-        An operation on the whole fleet tells it, where the weights are no adapter. Raises Conflict
-        when the fleet serves other weights.
+        A full update that succeeded on every worker needs no further request. Raises Conflict when
+        the fleet serves other weights.
         """
         results = operation.workers
         whole = results.keys() == {worker["id"] for worker in self._seen} and all(
@@ -156,43 +158,43 @@ class Publisher:
         if not _serves(state, label):
             raise Conflict(
                 f"version {version!r} was published, but the fleet serves "
-                f"{state['version']!r}: another trainer updates it too"
+                f"{state['version']!r}: does another trainer update this fleet?"
             )
         return label, self._seen
 
     async def _give_up_if_disproved(self, version: str, error: LockstepError) -> None:
-        """Raises CheckpointError when workers failed the probe of this version several times."""
-        with suppress(*PASSING):
+        """Raise CheckpointError when workers failed the probe of this version several times."""
+        with suppress(*TRANSIENT):
             operations = (await self._fleet.state())["operations"]
-            failed = [each for each in operations if each["version"] == version]
             disproved = [
-                each
-                for each in failed
-                if any(result["phase"] == "prove" for result in each["workers"].values())
+                operation
+                for operation in operations
+                if operation["version"] == version
+                and any(result["phase"] == "prove" for result in operation["workers"].values())
             ]
-            if len(disproved) >= PROOF_TRIES:
+            if len(disproved) >= MAX_FAILED_PROOFS:
                 raise CheckpointError(
-                    f"the fleet undid the update to {version!r} {len(disproved)} times, as its "
-                    f"workers do not compute what the trainer's model does: {error.message}; if "
-                    "they cannot, set learner.exact to false or a learner.probe_tolerance"
+                    f"the fleet rolled back the update to {version!r} {len(disproved)} times, "
+                    f"because its workers did not reproduce the trainer's probe: {error.message}; "
+                    "set learner.exact to false or a learner.probe_tolerance if they cannot"
                 )
 
     async def watch(self, on_change: Callable[[str, Worker], None]) -> None:
-        """Reports workers that are lost or come back, until cancelled."""
-        known: dict[str, str] = {}
+        """Report workers that are lost or return, until cancelled."""
+        states: dict[str, str] = {}
         while True:
-            with suppress(LockstepError):  # whoever needs a gateway that is away sees it themselves
+            with suppress(LockstepError):  # requests to an unreachable gateway fail on their own
                 self._seen = workers_of(await self._fleet.state())
                 for worker in self._seen:
-                    before, now = known.get(worker["id"]), str(worker["state"])
+                    before, now = states.get(worker["id"]), str(worker["state"])
                     if before is not None and (before == "serving") != (now == "serving"):
                         on_change("worker_back" if now == "serving" else "worker_lost", worker)
-                    known[worker["id"]] = now
+                    states[worker["id"]] = now
             await asyncio.sleep(WATCH_SECONDS)
 
 
 def workers_of(state: Mapping[str, Any]) -> tuple[Worker, ...]:
-    """Id, version and state of each worker."""
+    """Return the id, version and state of each worker."""
     return tuple(
         {"id": worker["id"], "version": worker["version"], "state": worker["state"]}
         for worker in state["workers"]

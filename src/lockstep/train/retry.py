@@ -1,4 +1,4 @@
-"""Trying again, with back-off, while a gateway or a worker is away."""
+"""Retries with exponential back-off while a gateway or a worker is unreachable."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lockstep.tokens.errors import (
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-PASSING = (
+TRANSIENT = (
     Unavailable, DeadlineExceeded, Busy, VersionUnavailable, EngineFailure, UpdateFailed, Disproved,
 )  # fmt: skip
-"""Errors that pass: a worker restarts, a queue empties, an update is undone and tried again."""
-FIRST, LONGEST = 0.1, 5.0
+"""Transient errors: a worker restarts, a queue is full, an update was rolled back."""
+FIRST_SECONDS, MAX_SECONDS = 0.1, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Tries a call for up to `seconds`, with exponential back-off."""
+    """Retries a call for up to `seconds`, with exponential back-off from 0.1 to 5 s."""
 
     seconds: float = 300.0
 
@@ -39,23 +39,24 @@ class RetryPolicy:
         what: str,
         work: Callable[[int], Awaitable[T]],
         *,
-        passing: tuple[type[LockstepError], ...] = PASSING,
+        transient: tuple[type[LockstepError], ...] = TRANSIENT,
         between: Callable[[LockstepError], Awaitable[None]] | None = None,
     ) -> T:
-        """The result of `work(attempt)`. `between` runs before each new attempt.
+        """Return the result of `work(attempt)`. `between` runs before each retry.
 
-        Raises the last error when the time is over, and at once any that is not of `passing`.
+        Raises the last error when the time is over, and immediately any error that is not one of
+        `transient`.
         """
         loop = asyncio.get_running_loop()
-        until, attempt, wait = loop.time() + self.seconds, 0, FIRST
+        until, attempt, wait = loop.time() + self.seconds, 0, FIRST_SECONDS
         while True:
             try:
                 return await work(attempt)
-            except passing as error:
-                wait = min(max(wait * 2, error.retry_after or 0.0), LONGEST)
+            except transient as error:
+                wait = min(max(wait * 2, error.retry_after or 0.0), MAX_SECONDS)
                 if loop.time() + wait > until:
                     raise
-                log.info("%s failed, trying again in %.1f s: %s", what, wait, error.message)
+                log.info("%s failed; retrying in %.1f s: %s", what, wait, error.message)
                 await asyncio.sleep(wait)
                 attempt += 1
                 if between is not None:

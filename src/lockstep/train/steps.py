@@ -1,4 +1,4 @@
-"""One training step: learn from a batch, save the weights, have the fleet serve them, report."""
+"""One training step: learn from a batch, save the weights, publish them, report."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from lockstep.train.learning.batch import (
     failures,
     make_batch,
 )
-from lockstep.train.learning.distill import teacher_logprobs
 from lockstep.train.learning.exactness import Exactness
 from lockstep.train.learning.learner import Learner
+from lockstep.train.learning.teacher import teacher_logprobs
 from lockstep.train.publish import Published, Publisher
-from lockstep.train.records.metrics import StepMetrics, nothing_learnt, step_metrics
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.sinks import Sinks
+from lockstep.train.records.step_metrics import StepMetrics, nothing_learnt, step_metrics
 from lockstep.train.records.transcript import transcripts
 
 OnStep = Callable[[StepMetrics], None]
 InThread = Callable[..., Awaitable[Any]]
-"""Runs a function of torch in the one thread that torch has."""
+"""Runs a function in the learner's thread, the only one that uses torch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepRunner:
     """Takes the steps of one run.
 
-    `current` is what the fleet serves now, `metrics` those of the steps that this process took,
-    and `clock` knows the versions that this run has published.
+    `current` is what the fleet serves now, `metrics` are those of the steps of this process, and
+    `clock` holds the versions that this run has published.
     """
 
     config: TrainConfig
@@ -56,7 +56,7 @@ class StepRunner:
     metrics: list[StepMetrics] = field(default_factory=list)
     current: Published = field(init=False)
     skipped: int = 0
-    """Steps in a row that had nothing to learn from."""
+    """Number of skipped steps in a row."""
     _publishing: asyncio.Task[None] | None = None
     _unsynced: PutOffSyncs | None = None
     _syncing: asyncio.Task[None] | None = None
@@ -66,21 +66,21 @@ class StepRunner:
         self,
         step: int,
         groups: list[RolloutGroup],
-        begun: float,
+        started: float,
         max_off_policy: int,
         late: int = 0,
         on_served: Callable[[], None] | None = None,
     ) -> None:
-        """One step on groups that were all played since `begun`; `late` samples were dropped.
+        """Take one step on groups that were sampled since `started`; `late` samples were dropped.
 
-        With `on_served` it returns once the weights are saved: the fleet updates to them while the
-        next step is learnt, and `on_served` is called when it serves them, proved. The next step is
-        not saved before that.
+        With `on_served` it returns once the weights are saved. The fleet updates to them during the
+        next step, and `on_served` is called when it serves them. The next step is not saved before
+        that.
 
-        Raises Conflict when too many steps in a row had nothing to learn from, NotExact when
-        exactness was demanded and did not hold, and what the fleet raises.
+        Raises Conflict when too many steps in a row were skipped, NotExact when exactness is
+        required and did not hold, and what the fleet raises.
         """
-        rollout_seconds = perf_counter() - begun
+        rollout_seconds = perf_counter() - started
         await self.settle_for(groups)
         if causes := failures(groups):
             self.directory.event("failed_rollouts", step=step, causes=causes)
@@ -98,28 +98,29 @@ class StepRunner:
         outcome = await self.in_thread(self.learner.step, batch, step)
         draft = step_metrics(step, batch, outcome, rollout_seconds, perf_counter() - at)
         self._check_mismatch(draft)
-        await self.settle()  # what is saved for resuming names every version before it
-        await self.synced()
+        await self.settle()  # the saved state names every version that was published before
+        await self.wait_synced()
         at = perf_counter()
         await self.in_thread(self.save, step, draft)
         save_seconds = perf_counter() - at
-        env, shown = self.config.env.name, self.config.rollout.samples_shown
+        env, count = self.config.env.name, self.config.rollout.samples_shown
         tokenizer = self.policy.renderer().tokenizer
-        self.directory.samples(transcripts(step, env, batch, outcome.logprobs, tokenizer, shown))
+        self.directory.samples(transcripts(step, env, batch, outcome.logprobs, tokenizer, count))
         draft = replace(draft, time_save=save_seconds)
+        # Async mode: the next step is learnt while the fleet stages and proves this one.
         if on_served is None:
-            await self._serve(draft, begun)
+            await self._serve(draft, started)
         else:
-            self._publishing = asyncio.create_task(self._serve(draft, begun, on_served))
+            self._publishing = asyncio.create_task(self._serve(draft, started, on_served))
 
     async def _serve(
-        self, draft: StepMetrics, begun: float, on_served: Callable[[], None] | None = None
+        self, draft: StepMetrics, started: float, on_served: Callable[[], None] | None = None
     ) -> None:
-        """Publishes the step of the draft and reports it."""
+        """Publish the step of the draft and report it."""
         published = await self.publish(draft.step)
         now = perf_counter()
-        # A step that began while the one before it was published takes what it adds.
-        total = now - max(begun, self._reported)
+        # Steps overlap: count only the time since the previous step was reported.
+        total = now - max(started, self._reported)
         self._reported = now
         rate = draft.tokens / total
         self.report(replace(draft, time_step=total, tokens_per_second=rate), published)
@@ -127,46 +128,50 @@ class StepRunner:
             on_served()
 
     async def settle(self) -> None:
-        """Returns when the fleet serves all that was taken; raises what publishing it raised."""
+        """Wait until the fleet serves the last step. Raises what publishing it raised."""
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
             await publishing
 
     async def settle_for(self, groups: Sequence[RolloutGroup]) -> None:
-        """Settles where a token was sampled under weights whose update is not reported yet: a
-        worker serves them before the fleet has told of it."""
-        known = self.clock.steps
-        samples = (sample for group in groups for each in group.rollouts for sample in each.samples)
-        if any(span.version not in known for sample in samples for span in sample.versions):
+        """Wait for a pending update if a token was sampled under its weights.
+
+        A worker may serve new weights before the update of the whole fleet is reported.
+        """
+        versions = self.clock.steps
+        rollouts = (rollout for group in groups for rollout in group.rollouts)
+        samples = (sample for rollout in rollouts for sample in rollout.samples)
+        if any(span.version not in versions for sample in samples for span in sample.versions):
             await self.settle()
 
     @asynccontextmanager
     async def overlapping(self) -> AsyncIterator[None]:
-        """All that is taken within the block is served after it; nothing is published any more when
-        the block raises."""
+        """Settle at the end of the block; cancel a pending update if the block raises."""
         try:
             yield
             await self.settle()
         finally:
             if self._publishing is not None:
                 self._publishing.cancel()
-                with suppress(asyncio.CancelledError, LockstepError):  # the block's own error tells
+                with suppress(
+                    asyncio.CancelledError, LockstepError
+                ):  # the error of the block is raised
                     await self._publishing
 
     async def _with_teacher(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the teacher's logprobs of every sample, where the run has a teacher."""
+        """Return the batch with the teacher's logprobs, if the run has a teacher."""
         if self.teacher is None:
             return batch
         samples = [item.sample for item in batch.items]
         temperature = self.config.rollout.temperature
         scores = await teacher_logprobs(self.teacher, samples, temperature=temperature)
         pairs = zip(batch.items, scores, strict=True)
-        return replace(batch, items=tuple(replace(item, teacher=s) for item, s in pairs))
+        return replace(batch, items=tuple(replace(item, teacher=own) for item, own in pairs))
 
     def _skip(self, step: int, batch: TrainBatch, rollout_seconds: float) -> None:
-        """Records a step without a token to learn from; the weights stay as they are.
+        """Record a step without a token to learn from; the weights stay as they are.
 
-        Raises Conflict when there were more of them in a row than the config allows.
+        Raises Conflict after more than loop.max_skipped such steps in a row.
         """
         self.skipped += 1
         reason = (
@@ -176,9 +181,9 @@ class StepRunner:
         self.directory.event("skipped", step=step, in_a_row=self.skipped, reason=reason)
         if self.skipped > self.config.loop.max_skipped:
             raise Conflict(
-                f"step {step} had {reason}, and so had all of the last {self.skipped} steps; "
-                f"loop.max_skipped allows {self.config.loop.max_skipped} in a row: look at "
-                "loop.aborted, loop.mixed and loop.max_off_policy, and at the fleet's events",
+                f"step {step} was skipped, as were all of the last {self.skipped} steps: {reason}; "
+                f"loop.max_skipped allows {self.config.loop.max_skipped} in a row: check "
+                "loop.aborted, loop.mixed and loop.max_off_policy, and the fleet's events",
                 param="loop.max_skipped",
             )
         self.clock.skip()
@@ -186,30 +191,30 @@ class StepRunner:
         self.report(step_metrics(step, batch, nothing_learnt(), rollout_seconds, 0.0), same)
 
     def _check_mismatch(self, draft: StepMetrics) -> None:
-        """Records logprobs of the current weights that differ by more than the bound.
+        """Record logprobs under the current weights that differ by more than the bound.
 
-        Raises NotExact for them where exactness was demanded.
+        Raises NotExact for them if exactness is required.
         """
         worst, bound = draft.more["mismatch_max"], self.exactness.bound
-        # Tokens of older weights differ by what was learnt since: they say nothing of arithmetic.
+        # Tokens of older weights differ by what was learnt since, whatever the arithmetic.
         if draft.off_policy_max > 0 or worst <= bound:
             return
         self.directory.event("mismatch", step=draft.step, mismatch_max=worst, bound=bound)
         if self.config.learner.exact:
             raise NotExact(
-                f"exactness was demanded, and the trainer's logprobs of step {draft.step} are off "
-                f"by up to {worst:.3g} from the engine's under the same weights",
+                f"learner.exact is true, but the trainer's logprobs of step {draft.step} differ by "
+                f"up to {worst:.3g} from the engine's under the same weights",
                 param="learner.exact",
             )
 
     def save(self, step: int, draft: StepMetrics | None) -> None:
-        """Writes the trainer's state, then the checkpoint of the step.
+        """Write the trainer's state, then the checkpoint of the step.
 
-        They reach the disk after they were published: workers read them from memory, and the next
-        rollouts do not wait for a disk.
+        Both are synced to disk after they were published: workers read them from the page cache,
+        and the next rollouts do not wait for the disk.
         """
         with put_off_syncs() as unsynced:
-            # In this order: where the checkpoint is stable, nothing that resuming needs is missing.
+            # In this order: when the checkpoint is stable, everything needed to resume exists.
             self.directory.save_state(
                 step,
                 {
@@ -224,7 +229,7 @@ class StepRunner:
         self._unsynced = unsynced
 
     async def publish(self, step: int) -> Published:
-        """Has the fleet serve the checkpoint of the step; raises what `Publisher.publish` does."""
+        """Publish the checkpoint of the step. Raises what `Publisher.publish` raises."""
         started = time()
         published = await self.publisher.publish(self.directory.checkpoint(step), step)
         self.current = published
@@ -234,25 +239,25 @@ class StepRunner:
             seconds=published.seconds, pause_seconds=published.pause_seconds,
             workers=list(published.workers),
         )  # fmt: skip
-        await self.synced()
+        await self.wait_synced()
         self._syncing = asyncio.create_task(asyncio.to_thread(self._sync))
         return published
 
     def _sync(self) -> None:
-        """Has the disk hold the newest checkpoint before older ones are deleted."""
+        """Sync the newest checkpoint to disk before older ones are deleted."""
         unsynced, self._unsynced = self._unsynced, None
         if unsynced is not None:
             unsynced.sync()
         self.directory.prune(self.config.loop.keep_checkpoints)
 
-    async def synced(self) -> None:
-        """Returns when the disk holds what was published. Raises OSError where it could not."""
+    async def wait_synced(self) -> None:
+        """Wait until the published checkpoint is on disk. Raises OSError if writing it failed."""
         syncing, self._syncing = self._syncing, None
         if syncing is not None:
             await syncing
 
     def report(self, draft: StepMetrics, published: Published) -> None:
-        """Completes the metrics of a step; the run directory, the sinks and the caller get them."""
+        """Complete the metrics of a step and pass them to the run directory, sinks and caller."""
         metrics = replace(
             draft,
             version=published.version,

@@ -112,6 +112,7 @@ class Prober:
         self, weights: Weights, sequences: list[list[int]], adapter: Adapter | None
     ) -> list[list[float]]:
         core, options = self._engine.core, self._engine.options
+        # The setting is per thread, and this runs in a pool thread.
         torch.set_num_threads(options.threads)
         longest, whole = max(map(len, sequences)), core.cache.k.shape[-2]
         # Size the slots for these sequences. Zeroing slots of the engine's full length would take

@@ -222,6 +222,7 @@ class SystemPlane:
             raise Conflict(
                 f"commit of {body.weight_version!r} was requested, but {staged!r} is staged"
             )
+        # With a proof, only the weights that were probed are committed, whatever their label.
         if body.proved is not None:
             return {"version": await self._prober.commit_proved(body.proved)}
         return {"version": await self.engine.commit()}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine.rescoring import sample_logprobs
+from lockstep.engine.exact import sample_logprobs
 from lockstep.engine.text.grammars import Grammars
 from lockstep.render import Renderer
 from lockstep.render.thought import with_thought

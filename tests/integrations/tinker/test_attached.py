@@ -1,4 +1,4 @@
-"""A trainer whose workers are not our own refuses at once what they could not serve later."""
+"""A trainer over other engines rejects adapters that they cannot serve when a model is created."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 from lockstep.engine import exact
 from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, UpdateFailed
 from lockstep.tokens.numerics import NumericsPlan
-from tests.integrations.tinker.training.test_trainer import load
+from tests.integrations.tinker.training.test_training_model import load
 
 ALL = LoraSettings(rank=8)
 
 
 class PickyWorkers:
-    """Samplers on workers that prove no adapter of some modules."""
+    """Samplers on workers that cannot prove adapters of some modules."""
 
     def __init__(self, *refused: str) -> None:
         self.refused = set(refused)
@@ -70,7 +70,9 @@ def made(base: Any, tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.failure_mode("F84")
-async def test_a_head_that_workers_leave_out_is_refused_with_the_way_out(made: Any) -> None:
+async def test_an_adapter_of_the_head_that_workers_cannot_serve_is_an_error_with_a_way_out(
+    made: Any,
+) -> None:
     workers = PickyWorkers("lm_head")
     trainer = made(workers)
     with pytest.raises(BadRequest, match="create the model with train_unembed=False"):
@@ -80,17 +82,17 @@ async def test_a_head_that_workers_leave_out_is_refused_with_the_way_out(made: A
     assert len(workers.served) == tried, "what was proved once is not tried again"
 
 
-async def test_what_else_cannot_be_served_is_refused_with_the_reason(made: Any) -> None:
+async def test_other_adapters_that_cannot_be_served_are_an_error_with_the_reason(made: Any) -> None:
     with pytest.raises(BadRequest, match=r"other settings.*\(no worker proved it\)"):
         await made(PickyWorkers("q_proj")).check_served(ALL)
 
 
-async def test_own_workers_are_not_tried(made: Any) -> None:
+async def test_embedded_workers_need_no_trial_adapter(made: Any) -> None:
     workers = PickyWorkers("lm_head")
     await made(workers, exact.own_plan(cast("Path", bundled("tiny")))).check_served(ALL)
     assert workers.served == []
 
 
-def test_how_closely_others_must_follow_is_measured_in_16_bits_only(made: Any) -> None:
+def test_the_tolerance_of_other_engines_is_measured_in_16_bits_only(made: Any) -> None:
     assert made(PickyWorkers()).model.close_tolerance == 1e-3
     assert made(PickyWorkers(), dtype="bfloat16").model.close_tolerance is None

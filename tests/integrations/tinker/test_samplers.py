@@ -1,4 +1,4 @@
-"""Samplers in fewer slots than there are of them: none is lost, and no slot is counted twice."""
+"""More samplers than slots: every sample completes, and no slot is used twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.store import SamplerRecord, Store, now
+from lockstep.integrations.tinker.tinker_store import SamplerRecord, Store, now
 from lockstep.storage.desired_state import AdapterSpec, Desired
 from lockstep.tokens import Completion, Sampling, VersionSpan
 from lockstep.tokens.completion import Finish
@@ -22,7 +22,7 @@ SLOTS = 3
 
 
 class FewSlots:
-    """A fleet that refuses what a real one refuses: too many adapters, two changes of one name."""
+    """A fleet that rejects too many adapters and concurrent changes of one name, as a real one."""
 
     def __init__(self, finish: Finish = "stop") -> None:
         self.loaded: set[str] = set()
@@ -102,7 +102,7 @@ def made(tmp_path: Path, fleet: FewSlots) -> Named:
 
 
 @pytest.mark.failure_mode("F82")
-async def test_every_sampler_answers_whatever_else_is_asked_for_and_cancelled(
+async def test_every_sample_completes_under_concurrent_loads_and_cancellations(
     tmp_path: Path,
 ) -> None:
     fleet = FewSlots()
@@ -124,7 +124,7 @@ async def test_every_sampler_answers_whatever_else_is_asked_for_and_cancelled(
     assert again[0].adapter in fleet.loaded
 
 
-async def test_a_sampler_that_is_making_room_is_loaded_again_after_that(tmp_path: Path) -> None:
+async def test_a_sampler_requested_during_its_eviction_is_loaded_again(tmp_path: Path) -> None:
     fleet = FewSlots()
     samplers = made(tmp_path, fleet)
     for number in range(SLOTS):
@@ -138,7 +138,7 @@ async def test_a_sampler_that_is_making_room_is_loaded_again_after_that(tmp_path
     assert back.adapter in fleet.loaded
 
 
-async def test_a_sampler_in_use_keeps_its_place(tmp_path: Path) -> None:
+async def test_a_sampler_in_use_is_not_evicted(tmp_path: Path) -> None:
     fleet = FewSlots()
     samplers = made(tmp_path, fleet)
     first = await samplers.sample("s0", [1], Sampling())
@@ -157,7 +157,7 @@ async def test_an_aborted_sample_is_an_error(tmp_path: Path) -> None:
         await samplers.sample("s0", [1], Sampling())
 
 
-async def test_weights_that_were_deleted_are_told(tmp_path: Path) -> None:
+async def test_deleted_weights_are_an_error(tmp_path: Path) -> None:
     samplers = made(tmp_path, FewSlots())
     (Path(samplers.find("s3").directory or "") / "adapter_model.safetensors").unlink()
     with pytest.raises(NotFound, match="were deleted"):
@@ -172,7 +172,7 @@ async def test_adapters_of_an_operator_keep_their_slots(tmp_path: Path) -> None:
         await samplers.sample(f"s{number}", [1], Sampling())
     assert len(fleet.loaded) == SLOTS - 1
     fleet.others = ["mine", "his", "hers"]
-    with pytest.raises(Conflict, match="3 adapters were loaded by others"):
+    with pytest.raises(Conflict, match="3 adapters of an operator use all slots"):
         await samplers.sample("s5", [1], Sampling())
 
 
@@ -186,7 +186,7 @@ async def test_a_sampler_that_an_operator_unloaded_is_loaded_again(tmp_path: Pat
     assert fleet.loads == 2
 
 
-async def test_weights_that_are_to_be_deleted_are_held_by_no_worker(tmp_path: Path) -> None:
+async def test_weights_are_unloaded_before_they_are_deleted(tmp_path: Path) -> None:
     fleet = FewSlots()
     samplers = made(tmp_path, fleet)
     using = asyncio.create_task(samplers.sample("s0", [1], Sampling()))
@@ -201,15 +201,15 @@ async def test_weights_that_are_to_be_deleted_are_held_by_no_worker(tmp_path: Pa
 
 
 @pytest.mark.failure_mode("F85")
-async def test_no_sample_is_of_a_base_that_the_trainer_does_not_have(tmp_path: Path) -> None:
+async def test_a_sample_of_another_base_model_is_an_error(tmp_path: Path) -> None:
     fleet = FewSlots()
     samplers = made(tmp_path, fleet)
     fleet.checkpoint = "/checkpoints/step-1"
-    with pytest.raises(Conflict, match="trained on the weights that it was started with"):
+    with pytest.raises(Conflict, match="trained on the weights it was started with"):
         await samplers.sample("s0", [1], Sampling())
 
 
-async def test_what_an_earlier_process_left_loaded_is_known_to_the_next(tmp_path: Path) -> None:
+async def test_adapters_of_an_earlier_process_are_adopted(tmp_path: Path) -> None:
     fleet = FewSlots()
     before = made(tmp_path, fleet)
     for number in range(SLOTS):

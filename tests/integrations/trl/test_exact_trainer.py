@@ -1,4 +1,4 @@
-"""TRL's logprobs with the engine's bits: packed rows, one pass, and what stands in their way."""
+"""TRL's logprobs with the engine's bits: packed rows, a single pass, and its preconditions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.engine import exact
-from lockstep.integrations.trl.exact_head import _chosen, _pack
+from lockstep.integrations.trl.exact_head import _chosen, pack_batch
 from lockstep.integrations.trl.exact_trainer import learn_in_one_pass, why_not_exact
 from lockstep.models import bundled
 from lockstep.tokens.errors import NotExact
@@ -37,13 +37,13 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, mask, labels
 
 
-def test_rows_without_their_padding_have_the_logprobs_of_each_alone(model: Any) -> None:
+def test_packed_rows_have_the_logprobs_of_each_row_alone(model: Any) -> None:
     ids, mask, labels = batch()
     labels[0, 0] = PROMPT[0]  # nothing stands before it: it has no logprob
-    packed = _pack(ids, mask, labels)
+    packed = pack_batch(model, ids, mask, labels, multiple=1)
     assert packed is not None
     # Four rows of two prompts: each prompt is there once, and no padding.
-    assert len(packed.row.ids_T) == len(PROMPT) + len(OTHER) + 3 + 1 + 5 + 2
+    assert len(packed.rows.ids) == len(PROMPT) + len(OTHER) + 3 + 1 + 5 + 2
     logprobs, entropy = packed.score(model, labels, 0.8)
     assert logprobs.shape == entropy.shape == (4, 11)
     for at, (prompt, completion) in enumerate(ROWS):
@@ -56,9 +56,9 @@ def test_rows_without_their_padding_have_the_logprobs_of_each_alone(model: Any) 
 
 def test_gradients_flow_through_prompts_that_are_computed_once(model: Any) -> None:
     ids, mask, labels = batch()
-    packed = _pack(ids, mask, labels, multiple=exact.row_multiple_of(model))
+    packed = pack_batch(model, ids, mask, labels)
     assert packed is not None
-    assert len(packed.row.ids_T) % exact.row_multiple_of(model) == 0
+    assert len(packed.rows.ids) % exact.row_multiple_of(model) == 0
     weight = model.model.embed_tokens.weight
     packed.score(model, labels, 1.0)[0].sum().backward()
     shared, weight.grad = weight.grad.clone(), None
@@ -70,11 +70,11 @@ def test_gradients_flow_through_prompts_that_are_computed_once(model: Any) -> No
     assert torch.allclose(shared, alone, atol=1e-5)
 
 
-def test_padding_between_tokens_and_rows_without_labels_are_not_packed() -> None:
+def test_padding_between_tokens_and_rows_without_labels_are_not_packed(model: Any) -> None:
     ids, mask, labels = batch()
-    assert _pack(ids, mask, torch.full_like(labels, -100)) is None
+    assert pack_batch(model, ids, mask, torch.full_like(labels, -100)) is None
     mask[2, 8] = 0
-    assert _pack(ids, mask, labels) is None
+    assert pack_batch(model, ids, mask, labels) is None
 
 
 def test_entropy_is_that_of_the_tempered_distribution() -> None:
@@ -85,7 +85,7 @@ def test_entropy_is_that_of_the_tempered_distribution() -> None:
 
 
 class Trainer:
-    """What of a GRPOTrainer decides, with logprobs that are off by `off` from the sampler's."""
+    """The relevant part of a GRPOTrainer; its logprobs differ by `off` from the sampler's."""
 
     def __init__(self, off: float = 0.0, **changes: Any) -> None:
         plain: dict[str, Any] = {
@@ -126,7 +126,7 @@ def test_in_one_pass_the_difference_is_measured_where_the_loss_is_computed() -> 
     assert metrics["sampling/importance_sampling_ratio/max"] == [1.0]
 
 
-def test_in_one_pass_a_difference_ends_the_run_and_is_never_left_uncorrected() -> None:
+def test_in_one_pass_a_difference_is_an_error_and_never_left_uncorrected() -> None:
     trainer = Trainer(off=1e-6)
     learn_in_one_pass(trainer)
     with pytest.raises(NotExact, match="exact=False"):
@@ -139,7 +139,7 @@ def test_in_one_pass_a_difference_ends_the_run_and_is_never_left_uncorrected() -
     [{"num_iterations": 2}, {"steps_per_generation": 2}, {"top_k": 5}, {"top_p": 0.9},
      {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"generation_kwargs": {"min_tokens": 3}}],
 )  # fmt: skip
-def test_what_needs_logprobs_of_its_own_keeps_the_pass_that_computes_them(
+def test_a_trainer_that_needs_recomputed_logprobs_keeps_the_pass(
     changes: dict[str, Any],
 ) -> None:
     trainer = Trainer(**changes)
@@ -156,7 +156,7 @@ def a_trainer(model: Any, **changes: Any) -> Any:
     )
 
 
-def test_what_rounds_or_drops_otherwise_cannot_be_exact(model: Any) -> None:
+def test_trainers_that_round_differently_cannot_be_exact(model: Any) -> None:
     assert why_not_exact(a_trainer(model)) is None
     assert "bf16" in str(why_not_exact(a_trainer(model, mixed_precision="bf16")))
     assert "Liger" in str(why_not_exact(a_trainer(model, use_liger_kernel=True)))

@@ -1,4 +1,4 @@
-"""The parts that stand between TRL and a fleet, without TRL: rows, versions, weights, refusals."""
+"""The parts of the TRL integration that need no TRL: rows, versions, weights, errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(mask: str, *versions: VersionSpan) -> Sample:
     )
 
 
-def test_a_row_begins_with_the_first_sampled_token_and_masks_what_was_said_to_it() -> None:
+def test_a_completion_starts_at_the_first_sampled_token_and_masks_other_tokens() -> None:
     row = sample_row(sample("..xx.x", VersionSpan("a", 2, 4), VersionSpan("b", 5, 6)))
     assert row["prompt_ids"] == [0, 1]
     assert row["completion_ids"] == [2, 3, 4, 5]
@@ -48,7 +48,9 @@ def a_worker(policy: Any) -> LockstepRolloutWorker:
     return LockstepRolloutWorker(policy, [{"prompt": "Hi"}], lambda **_: [0.0])
 
 
-async def test_a_row_is_as_old_as_its_oldest_token(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rollout_has_the_version_of_its_oldest_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     policy = SimpleNamespace(published=None)
     worker = a_worker(policy)
     for number, label in enumerate(("one", "two", "three"), start=1):
@@ -56,7 +58,7 @@ async def test_a_row_is_as_old_as_its_oldest_token(monkeypatch: pytest.MonkeyPat
         worker.update_model_version(number)
     mixed = sample(".xxx", VersionSpan("three", 1, 2), VersionSpan("two", 2, 4))
     assert await worker._version(mixed) == 2
-    # Tokens of an update that the trainer has not heard of yet wait until it has.
+    # Tokens of an update that is not reported yet wait for its report.
     later = asyncio.create_task(worker._version(sample(".x", VersionSpan("four", 1, 2))))
     await asyncio.sleep(0.05)
     assert not later.done()
@@ -68,10 +70,10 @@ async def test_a_row_is_as_old_as_its_oldest_token(monkeypatch: pytest.MonkeyPat
         await worker._version(sample(".x", VersionSpan("a stranger's", 1, 2)))
 
 
-def test_a_worker_that_died_or_makes_nothing_is_an_error() -> None:
+def test_a_rollout_worker_that_failed_or_stalled_is_an_error() -> None:
     worker = a_worker(SimpleNamespace(published=None))
     worker.check_health(60.0)
-    with pytest.raises(Conflict, match="no rollout was made"):
+    with pytest.raises(Conflict, match="no rollout has finished"):
         worker.check_health(-1.0)
     worker._failed = RolloutFailed("the environment raised")
     with pytest.raises(RolloutFailed, match="the environment raised"):
@@ -86,12 +88,12 @@ async def test_a_reward_function_must_score_every_completion() -> None:
     )
     replies = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
     assert await worker._score({"prompt": "Hi"}, replies) == [1.0, 3.0]
-    with pytest.raises(BadRequest, match="gave 2 values for 1 completions"):
+    with pytest.raises(BadRequest, match="returned 2 values for 1 completions"):
         await worker._score({"prompt": "Hi"}, replies[:1])
 
 
 class Recorded:
-    """A policy that keeps what was published."""
+    """A policy that stores what was published."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -110,15 +112,15 @@ def weights(left_out: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor.detach() * 1.01
 
 
-def test_a_tensor_that_does_not_come_is_found_before_it_is_served(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_an_error_before_it_is_served(tmp_path: Path) -> None:
     policy: Any = Recorded(tmp_path / "step-0")
     transfer = LockstepWeightTransfer(policy, str(bundled("tiny")))
     transfer.init_weight_transfer()
     sent = weights(left_out="model.norm.weight")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight did not come"):
+    with pytest.raises(CheckpointError, match=r"missing model\.norm\.weight"):
         transfer.send_weights(sent)
     assert next(sent, None) is None, "the iterator must be taken to its end"
-    with pytest.raises(CheckpointError, match=r"does not have model\.strange"):
+    with pytest.raises(CheckpointError, match=r"unexpected model\.strange"):
         transfer.send_weights(iter([*weights(), ("model.strange", torch.zeros(2))]))
     assert not policy.directory.exists()
     transfer.send_weights(weights())
@@ -126,25 +128,25 @@ def test_a_tensor_that_does_not_come_is_found_before_it_is_served(tmp_path: Path
     assert (policy.directory / "probe.safetensors").exists()
 
 
-def test_raw_logprobs_at_another_temperature_are_refused() -> None:
+def test_raw_logprobs_at_another_temperature_are_an_error() -> None:
     check_mode("raw", 1.0)
     check_mode("processed", 0.7)
     with pytest.raises(Conflict, match="processed"):
         check_mode("raw", 0.7)
 
 
-def test_a_trainer_whose_weights_are_sharded_is_refused() -> None:
+def test_a_trainer_with_sharded_weights_is_an_error() -> None:
     trainer = SimpleNamespace(accelerator=SimpleNamespace(distributed_type="DistributedType.FSDP"))
     with pytest.raises(BadRequest, match="DDP"):
         LockstepGeneration().attach(trainer)
 
 
-def test_calls_before_a_connection_say_so(tmp_path: Path) -> None:
+def test_calls_before_open_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="not connected"):
         ServedPolicy(checkpoints=tmp_path).publish(lambda *_: None)
 
 
-def test_attention_on_a_cpu_sees_each_segment_after_its_path() -> None:
+def test_cpu_attention_is_causal_within_each_sequence() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(4, heads, 8) for heads in (4, 2, 2))
     # Two sequences: three queries on three keys, and one query that goes on from two keys.

@@ -1,4 +1,4 @@
-"""The demo as a person starts it, short: real processes, a worker killed, and what must hold."""
+"""A short demo with real processes and a killed worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(
     return process, json.loads(lines[-1]) if lines else {}
 
 
-def test_three_steps_with_a_death_stay_in_lockstep(tmp_path: Path) -> None:
+def test_three_steps_with_a_killed_worker_stay_exact(tmp_path: Path) -> None:
     process, row = run("--steps", "3", "--run-dir", "run", cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("\n") == 1
@@ -50,11 +50,11 @@ def test_three_steps_with_a_death_stay_in_lockstep(tmp_path: Path) -> None:
     assert "worker w1 is killed" in Path(row["report"]).read_text()
 
 
-def test_a_directory_with_a_run_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.start()
     directory.write_run(seed=1)
     process, _ = run("--run-dir", "run", cwd=tmp_path)
     assert process.returncode != 0
-    assert "holds a run already" in process.stderr.replace("\n", " ")
+    assert "already holds a run" in process.stderr.replace("\n", " ")
     assert [path.name for path in (tmp_path / "run").glob("*.*")] == ["run.json"]

@@ -1,4 +1,4 @@
-"""The report says what the run directory says, loads nothing, and runs nothing it was not given."""
+"""The report: figures of the run, no network access, no injected scripts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def conversation(step: int, chance: random.Random, question: str = "What is 417 
 
 
 class Page(HTMLParser):
-    """What a browser would load and run, and the data the page carries."""
+    """What a browser would load and run of the page, and its data."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert [span["to"] - span["from"] for span in down] == pytest.approx([4.2])
 
 
-def test_a_run_that_slipped_does_not_look_right(tmp_path: Path) -> None:
+def test_a_run_with_problems_is_marked_bad(tmp_path: Path) -> None:
     run = Run.read(write_run(tmp_path, steps=3, mismatch_kl=2e-7, is_masked=0.0013, breaks=1))
     assert not run.summary().kept
     text = render(run)
@@ -244,7 +244,7 @@ def test_differences_are_taken_before_anything_is_rounded(tmp_path: Path) -> Non
     assert set(packed["differences"]) == {"0", "1"}
 
 
-def test_forty_steps_fit_and_a_flood_is_thinned_out_evenly(tmp_path: Path) -> None:
+def test_forty_steps_fit_and_too_many_samples_are_thinned_out_evenly(tmp_path: Path) -> None:
     usual = write_report(write_run(tmp_path / "usual", steps=40, samples=8))
     assert usual.stat().st_size < 1_000_000
     run = Run.read(write_run(tmp_path / "flood", steps=40, samples=150))
@@ -255,7 +255,7 @@ def test_forty_steps_fit_and_a_flood_is_thinned_out_evenly(tmp_path: Path) -> No
     assert {sample["step"] for sample in data["samples"]} == set(range(1, 41))
 
 
-def test_a_line_that_a_crash_cut_off_is_not_part_of_the_run(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     directory = write_run(tmp_path, steps=3)
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
@@ -266,7 +266,7 @@ def test_a_line_that_a_crash_cut_off_is_not_part_of_the_run(tmp_path: Path) -> N
         Run.read(directory)
 
 
-def test_no_run_is_said_to_be_no_run(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"has no metrics\.jsonl"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
@@ -274,5 +274,5 @@ def test_no_run_is_said_to_be_no_run(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_unknown_events_are_told_with_all_they_hold() -> None:
+def test_an_unknown_event_is_described_with_all_its_fields() -> None:
     assert describe({"time": 1, "kind": "lease_ended", "after": 3}) == "lease ended: after 3"

@@ -1,4 +1,4 @@
-"""The terminal view fits 80 columns, shows what matters, and is plain lines without a terminal."""
+"""The terminal view: a panel that fits 80 columns, or plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shown(run: Run, *, terminal: bool, width: int = 80) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 132, 200])
-def test_the_panel_fits_and_holds_every_figure(tmp_path: Path, width: int) -> None:
+def test_the_panel_fits_and_shows_every_figure(tmp_path: Path, width: int) -> None:
     run = Run.read(write_run(tmp_path, steps=40))
     lines = shown(run, terminal=True, width=width)
     assert max(map(len, lines)) <= min(width, 100)

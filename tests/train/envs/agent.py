@@ -1,4 +1,4 @@
-"""A small agent for tests: asks the model once over HTTP, and misbehaves as its task says."""
+"""A small agent for tests: sends one request, and misbehaves according to its task."""
 
 import json
 import os
@@ -35,7 +35,7 @@ print("the model said", words)
 if kind == "fail":
     sys.exit(3)
 if kind in ("hang", "stray"):
-    # In a session of its own, as the shells of some agents are.
+    # In a new process session, as the shells of some agents are.
     stray = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     with open(os.environ["STRAYS"], "a") as file:
         file.write(f"{stray.pid}\n")

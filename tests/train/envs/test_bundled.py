@@ -1,4 +1,4 @@
-"""Environments: their tasks, their rewards, and how others are brought along."""
+"""The bundled environments: tasks and rewards; loading environments by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.tokens.errors import BadRequest, RolloutFailed
 from lockstep.train.envs.bundled import BUNDLED, run_calc
 from lockstep.train.envs.environment import (
     Environment,
-    Player,
     Reward,
+    RolloutContext,
     Split,
     Task,
     check_reward,
@@ -28,7 +28,7 @@ from lockstep.train.envs.environment import (
 
 @dataclass
 class Scripted:
-    """A conversation whose replies are known."""
+    """A conversation with scripted replies."""
 
     replies: list[Any]
     heard: list[Any] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Scripted:
     send_tool_results = send
 
 
-class ScriptedPlayer:
+class ScriptedContext:
     def __init__(self, *replies: Any) -> None:
         self.one = Scripted(list(replies))
 
@@ -58,7 +58,7 @@ def first(env: Environment, split: Split = "train") -> Task:
 
 
 async def play(env: Environment, task: Task, *replies: Any) -> Reward:
-    return await env.play(task, ScriptedPlayer(*replies))  # type: ignore[arg-type]
+    return await env.rollout(task, ScriptedContext(*replies))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED))
@@ -74,7 +74,7 @@ def test_tasks_are_the_same_for_a_seed_and_none_is_in_both_splits(name: str) -> 
     assert not set(some("train", 1)) & set(some("eval", 1))
 
 
-async def test_reverse_gives_credit_for_digits_in_place() -> None:
+async def test_reverse_rewards_digits_in_place() -> None:
     env = load_environment("reverse")
     task = Task(({"role": "user", "content": "Reverse: 1234"},), facts={"answer": "4321"})
     assert await play(env, task, "4321") == Reward(1.0, True, {"response": "4321"})
@@ -100,7 +100,7 @@ async def test_calc_is_solved_only_through_the_tool() -> None:
     assert run_calc("{") == run_calc('{"expression": "1 / 0"}') == ("error", None)
 
 
-async def test_guess_gives_credit_for_heeding_the_hints() -> None:
+async def test_guess_rewards_using_the_hints() -> None:
     env = load_environment("guess")
     task = Task(({"role": "user", "content": "Guess"},), facts={"secret": 60})
     reward = await play(env, task, "50", "75", "60")
@@ -118,7 +118,7 @@ class Mine:
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         yield Task(())
 
-    async def play(self, task: Task, player: Player) -> Reward:
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
         return Reward(0.0, False)
 
 
@@ -138,12 +138,16 @@ def test_an_environment_is_found_by_import_path() -> None:
         ),
         ("absent.module:Name", {}, "No module named 'absent'"),
         ("tests.train.envs.test_bundled:Absent", {}, "has no 'Absent'"),
-        ("tests.train.envs.test_bundled:Scripted", {"replies": []}, "without tasks and play"),
-        ("reverse", {"digits": 3}, "does not take {'digits': 3}"),
+        (
+            "tests.train.envs.test_bundled:Scripted",
+            {"replies": []},
+            "without the methods tasks",
+        ),
+        ("reverse", {"digits": 3}, "does not accept the options {'digits': 3}"),
         ("verifiers:none", {}, "needs the verifiers package"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(
+def test_an_environment_that_cannot_be_loaded_is_an_error_with_the_cause(
     name: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
@@ -156,23 +160,23 @@ class Broken:
         raise KeyError("no such dataset")
 
 
-def test_what_an_environment_raises_before_its_first_task_is_one_error(
+def test_an_error_on_import_or_in_the_constructor_is_one_typed_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RolloutFailed, match=r"KeyError: 'no such dataset' .*when it was made"):
+    with pytest.raises(RolloutFailed, match=r"KeyError: 'no such dataset' .*in its constructor"):
         load_environment("tests.train.envs.test_bundled:Broken")
     (tmp_path / "half_written_task.py").write_text("def tasks(:\n")
     (tmp_path / "slipped_task.py").write_text("import os\nos.nothing\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RolloutFailed, match=r"SyntaxError: .*half_written_task.py, line 1"):
         load_environment("half_written_task:Mine")
-    with pytest.raises(RolloutFailed, match=r"has no attribute 'nothing' .*when it was imported"):
+    with pytest.raises(RolloutFailed, match=r"has no attribute 'nothing' .*on import"):
         load_environment("slipped_task:Mine")
 
 
 @pytest.mark.parametrize("reward", [1.0, None, True, Reward(float("nan"), False)])
-def test_a_reward_that_nothing_can_be_learnt_from_is_named(reward: object) -> None:
-    with pytest.raises(RolloutFailed, match=r"play returned .*: expected"):
+def test_an_invalid_reward_is_an_error(reward: object) -> None:
+    with pytest.raises(RolloutFailed, match=r"rollout returned .*: expected"):
         check_reward(reward)
 
 

@@ -1,4 +1,4 @@
-"""Programs as rollouts, on a real fleet: clean, bounded, judged, and learnt from token by token."""
+"""The harness environment on a real fleet: clean processes, budgets, rewards, exact samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.train.collect import collect
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs import harness
 from lockstep.train.envs.agent_session import agent_sessions
-from lockstep.train.envs.environment import Player, Reward, load_environment
+from lockstep.train.envs.environment import Reward, RolloutContext, load_environment
 from lockstep.train.envs.judge import JudgedRun
 from lockstep.train.learning.batch import Clock, Rollout, RolloutGroup, make_batch
 from tests.processes import TOKEN
@@ -59,13 +59,13 @@ def options(directory: Path, *tasks: str, **more: Any) -> dict[str, Any]:
 
 
 async def play(stack: Stack, made: dict[str, Any]) -> tuple[Reward, list[Sample]]:
-    """One rollout of the first task."""
+    """Run one rollout of the first task."""
     environment = load_environment("harness", made)
     url, admin = stack.process.url, stack.process.admin_url
     async with connect(url, "tiny") as policy, RemoteFleet(admin, token=TOKEN) as fleet:
-        player = Player(policy, sessions=agent_sessions(url, policy, fleet))
-        reward = await environment.play(next(environment.tasks("train", 0)), player)
-        return reward, player.samples(train_aborted=False)
+        context = RolloutContext(policy, sessions=agent_sessions(url, policy, fleet))
+        reward = await environment.rollout(next(environment.tasks("train", 0)), context)
+        return reward, context.samples(train_aborted=False)
 
 
 def is_alive(pid: int) -> bool:
@@ -75,7 +75,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def test_a_run_of_agents_trains_without_any_mismatch(stack: Stack, tmp_path: Path) -> None:
+async def test_a_run_with_agents_trains_without_mismatch(stack: Stack, tmp_path: Path) -> None:
     made = options(tmp_path, *(f"plain {number}" for number in (4021, 317, 9946)))
     config = run_config(
         tmp_path / "run",
@@ -91,7 +91,7 @@ async def test_a_run_of_agents_trains_without_any_mismatch(stack: Stack, tmp_pat
     assert result.version.startswith("step-2")
 
 
-async def test_the_agent_sees_a_clean_environment_and_its_own_home(
+async def test_the_agent_gets_a_clean_environment_and_its_own_home(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_OF_THE_TRAINER", "x")
@@ -130,7 +130,7 @@ async def test_the_agent_sees_a_clean_environment_and_its_own_home(
     ],
     ids=["exit", "timeout", "calls", "tokens"],
 )
-async def test_a_run_that_failed_says_why_and_still_has_its_samples(
+async def test_a_failed_agent_has_a_cause_and_samples(
     stack: Stack,
     tmp_path: Path,
     task: str,
@@ -149,7 +149,9 @@ async def test_a_run_that_failed_says_why_and_still_has_its_samples(
 
 
 @pytest.mark.parametrize("task", ["hang 12", "stray 12"])
-async def test_no_process_of_a_run_is_left(stack: Stack, tmp_path: Path, task: str) -> None:
+async def test_no_process_of_an_agent_is_left_running(
+    stack: Stack, tmp_path: Path, task: str
+) -> None:
     reward, _ = await play(stack, options(tmp_path, task, seconds=2))
     assert reward.failure == ("timeout" if task.startswith("hang") else None)
     (stray,) = (tmp_path / "strays").read_text().split()
@@ -171,7 +173,7 @@ def test_a_failed_rollout_is_left_out_of_its_group() -> None:
     assert batch.dropped == 1
 
 
-async def test_rollouts_alone_are_samples_in_a_file(stack: Stack, tmp_path: Path) -> None:
+async def test_collect_writes_samples_to_a_file(stack: Stack, tmp_path: Path) -> None:
     made = options(tmp_path, "plain 4021", "fail 12", reward=f"{__name__}:by_answer")
     config = run_config(
         tmp_path / "run",
@@ -192,14 +194,14 @@ async def test_rollouts_alone_are_samples_in_a_file(stack: Stack, tmp_path: Path
         await collect(config, out)
 
 
-async def test_a_function_may_judge(stack: Stack, tmp_path: Path) -> None:
+async def test_a_function_computes_the_reward(stack: Stack, tmp_path: Path) -> None:
     made = options(tmp_path, "fail 12", reward=f"{__name__}:by_nothing")
     reward, (sample,) = await play(stack, made)
     assert (reward.value, reward.solved, reward.detail["seen"]) == (0.25, True, "exit 3")
     assert sample.reward == 0.25
     with pytest.raises(RolloutFailed, match="expected a finite number"):
         await play(stack, options(tmp_path, "plain 1", reward=f"{__name__}:not_a_number"))
-    with pytest.raises(RolloutFailed, match="is no reward"):
+    with pytest.raises(RolloutFailed, match="reward command could not run"):
         await play(stack, options(tmp_path, "plain 1", reward=["sh", "-c", "exit 127"]))
     with pytest.raises(BadRequest, match="cannot be started"):
         await play(stack, options(tmp_path, "plain 1", command=["no-such-agent"]))
@@ -208,7 +210,7 @@ async def test_a_function_may_judge(stack: Stack, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"comand": ["x"]}, "env.options.comand is not known"),
+        ({"comand": ["x"]}, "env.options.comand is not a known field"),
         ({"command": "mini"}, "Expected `array`"),
         ({"command": []}, "env.options.command is empty"),
         ({"seconds": 0}, "env.options.seconds is 0"),
@@ -221,14 +223,14 @@ async def test_a_function_may_judge(stack: Stack, tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_an_option_that_makes_no_sense_is_refused_by_name(
+def test_a_wrong_option_is_an_error_that_names_it(
     tmp_path: Path, more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(BadRequest, match=message):
         load_environment("harness", {**options(tmp_path, "plain 1"), **more})
 
 
-def test_tasks_come_again_in_the_seeds_order_and_held_out_ones_are_apart(tmp_path: Path) -> None:
+def test_tasks_repeat_in_an_order_of_the_seed_without_held_out_ones(tmp_path: Path) -> None:
     made = options(tmp_path, *(f"plain {number}" for number in range(4)))
     with open(tmp_path / "tasks.jsonl", "a") as file:
         file.write("\n" + json.dumps({"task": "held out", "split": "eval"}))

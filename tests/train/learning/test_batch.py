@@ -1,4 +1,4 @@
-"""What may be learnt from: versions, modes, aborts, and that nothing is left out silently."""
+"""Batches: which samples are learnt from, and that every dropped one is counted."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_a_stale_version_label_is_dropped_and_counted() -> None:
     assert (len(kept.items), kept.dropped, kept.off_policy_max) == (2, 0, 2)
 
 
-def test_a_version_that_the_run_never_published_is_refused() -> None:
+def test_a_version_that_the_run_never_published_is_an_error() -> None:
     with pytest.raises(BadVersions, match="'default', which this run has not published"):
         batch([sample("default")])
 
 
-def test_a_group_is_stale_when_none_of_it_is_young_enough() -> None:
+def test_a_group_is_stale_when_all_of_its_samples_are_too_old() -> None:
     clock = Clock({"step-0": 0, "step-2": 2})
     old, new = sample("step-0"), sample("step-2")
     assert is_stale(grouped([old, old])[0], clock, 2, 1)
@@ -81,12 +81,12 @@ def test_a_sample_with_nothing_to_learn_from_is_counted_as_dropped() -> None:
 
 
 @pytest.mark.parametrize("change", [{"logprob_mode": "raw"}, {"temperature": 0.7}])
-def test_logprobs_made_otherwise_than_the_config_says_are_refused(change: dict[str, Any]) -> None:
+def test_logprobs_of_another_mode_or_temperature_are_an_error(change: dict[str, Any]) -> None:
     with pytest.raises(Conflict, match=next(iter(change))):
         batch([sample("step-0"), replace(sample("step-0"), **change)])
 
 
-def test_the_baseline_is_of_the_whole_group() -> None:
+def test_the_baseline_is_the_mean_of_the_whole_group() -> None:
     made = batch([sample("step-0"), sample("step-0"), sample("step-0")])
     assert [item.advantage for item in made.items] == [-1.0, 0.0, 1.0]
     assert made.solved == pytest.approx(2 / 3)

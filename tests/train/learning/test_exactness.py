@@ -1,4 +1,4 @@
-"""Exact where trainer and workers compute the same bits; else close with the reason, or refused."""
+"""Exact mode where trainer and workers compute the same bits; else close mode or an error."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_equal_plans_are_exact_and_allow_no_difference() -> None:
         (PLAN, CLOSE, r"the workers do not compute exactly \(the self-test failed\)"),
         (CLOSE, PLAN, r"the trainer does not compute exactly \(the self-test failed\)"),
         (PLAN, OTHER_CPU, "compute other bits: isa 'AVX512' here, 'AVX2' there"),
-        (PLAN, None, "the workers do not say how they compute"),
+        (PLAN, None, "the workers do not report their numerics"),
     ],
 )
-def test_what_differs_is_the_reason_for_close_mode(
+def test_a_difference_of_the_plans_is_the_reason_for_close_mode(
     trainer: NumericsPlan, workers: NumericsPlan | None, reason: str
 ) -> None:
     exactness = between(trainer, workers)
@@ -51,7 +51,7 @@ def test_what_differs_is_the_reason_for_close_mode(
         between(trainer, workers, exact=True)
 
 
-def test_close_can_be_chosen_where_exact_could_be_had() -> None:
+def test_close_mode_can_be_chosen_where_exact_is_possible() -> None:
     exactness = between(PLAN, PLAN, exact=False)
     assert (exactness.mode, exactness.reason) == ("close", "learner.exact is false")
     assert between(PLAN, PLAN, exact=True).is_exact

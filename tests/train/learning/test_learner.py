@@ -1,4 +1,4 @@
-"""The learner against a real engine: equal where weights are equal, and loud where they are not."""
+"""The learner against a real engine: no mismatch with equal weights, else a visible one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_equal_weights_have_no_mismatch_at_all(samples: list[Sample]) -> None:
     ],
     ids=str,
 )
-def test_what_shaped_a_sample_is_applied_again_by_the_learner(options: dict[str, Any]) -> None:
+def test_the_learner_applies_the_sampling_options_of_a_sample(options: dict[str, Any]) -> None:
     shaped = sampled(**options)
     assert all(sample.shaping for sample in shaped)
     learnt = learner().step(batch(shaped), 1)
@@ -66,7 +66,7 @@ def test_what_shaped_a_sample_is_applied_again_by_the_learner(options: dict[str,
     assert math.isfinite(learnt.metrics["entropy"])
 
 
-def test_a_token_that_the_weights_would_not_draw_is_not_learnt_from() -> None:
+def test_a_token_that_the_weights_cannot_draw_is_not_learnt_from() -> None:
     shaped = sampled(top_k=2)
     moved = learner()
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_weights_and_state_give_the_same_next_step(samples: list[Sample], tmp_pa
 def test_the_first_probe_has_the_logprobs_of_the_weights_before_it(
     samples: list[Sample], tmp_path: Path, exact: bool
 ) -> None:
-    """Of the model's own weights in a new run, of the checkpoint's in one that is resumed."""
+    """They are the model's weights in a new run, and the checkpoint's in a resumed one."""
     first = Learner(config(), exact=exact)
     first.save(tmp_path / "step-0", "step-0")
     first.step(batch(samples), 1)
@@ -158,7 +158,7 @@ def test_lora_trains_the_adapter_only_and_starts_without_a_mismatch(
 
 
 def biased(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """A router that prefers other experts than its weights say, as other kernels would in a tie."""
+    """Make the router prefer other experts, as other kernels may in a tie."""
     probs = torch.softmax(logits, dim=-1, dtype=torch.float)
     taste = torch.linspace(1.0, 1.5, probs.shape[-1])
     ids = torch.topk(probs * taste, k, dim=-1).indices
@@ -183,7 +183,7 @@ def test_replayed_experts_leave_no_mismatch_where_routers_disagree(
     assert off.metrics["mismatch_kl"] > 0.0
 
 
-def test_where_routers_agree_both_ways_are_equal() -> None:
+def test_replay_changes_nothing_where_routers_agree() -> None:
     samples = sampled("tiny-moe", count=2, experts_start=0)
     for replay in (True, False):
         made = learner("tiny-moe", replay_experts=replay)

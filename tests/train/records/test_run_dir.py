@@ -1,4 +1,4 @@
-"""A run resumes from the newest step of which everything is on disk as it was written."""
+"""The run directory: resuming from the newest step that is complete on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def zero(path: Path) -> None:
-    """What a power cut may leave: the size is there, the contents are not."""
+    """Zero the contents but keep the size, as a power cut may do."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -47,7 +47,7 @@ def cut(path: Path) -> None:
     "name",
     ["checkpoints/step-2/model.safetensors", "checkpoints/step-2/manifest.json", "state/step-2.pt"],
 )
-def test_a_step_that_did_not_reach_the_disk_whole_is_not_resumed_from(
+def test_a_step_with_an_incomplete_file_is_not_resumed_from(
     run: RunDirectory, name: str, damage: Callable[[Path], None]
 ) -> None:
     assert run.last_step() == 2
@@ -56,7 +56,7 @@ def test_a_step_that_did_not_reach_the_disk_whole_is_not_resumed_from(
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path: Path, size: int) -> None:
+def test_a_full_disk_raises_an_os_error(tmp_path: Path, size: int) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.start()
     (tmp_path / "run" / "state" / ".step-1.tmp").symlink_to("/dev/full")

@@ -1,4 +1,4 @@
-"""Trackers of a run: one that is missing stops it at the start, one that fails never does."""
+"""Sinks: a missing package is an error at the start, a failure during the run is not."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from lockstep.tokens.errors import BadRequest
 from lockstep.train import TrainConfig
 from lockstep.train.records import sinks
-from lockstep.train.records.metrics import Evaluation
 from lockstep.train.records.sinks import Sinks, check_sinks
+from lockstep.train.records.step_metrics import Evaluation
 from tests.train.conftest import Stack, run_config
 
 
 class Recorder:
-    """A tracker in memory, which may break at one step."""
+    """A sink in memory that can fail at one step."""
 
     def __init__(self, breaks_at: int | None = None) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -36,7 +36,7 @@ class Recorder:
         self.closed = True
 
 
-def test_an_unknown_sink_is_named_with_those_there_are() -> None:
+def test_an_unknown_sink_is_an_error_that_lists_the_sinks() -> None:
     with pytest.raises(BadRequest, match="'neptune': expected one of jsonl, wandb, tensorboard"):
         check_sinks(("neptune",))
     with pytest.raises(BadRequest, match=r"sinks\[1\] is 'neptune'"):
@@ -66,7 +66,7 @@ async def test_a_run_with_a_missing_sink_does_not_start(
 
 
 @pytest.mark.failure_mode("F91")
-async def test_a_sink_that_fails_in_mid_run_is_told_once_and_the_run_goes_on(
+async def test_a_sink_that_fails_is_reported_once_and_the_run_continues(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = Recorder(), Recorder(breaks_at=2)
@@ -77,7 +77,7 @@ async def test_a_sink_that_fails_in_mid_run_is_told_once_and_the_run_goes_on(
     with caplog.at_level(logging.ERROR, "lockstep.train.records.sinks"):
         result = await stack.trainer(config).run()
     assert [metrics.step for metrics in result.steps] == [1, 2, 3, 4]
-    assert [step for step, _ in bad.rows] == [1], "it gets nothing more"
+    assert [step for step, _ in bad.rows] == [1], "a failed sink is dropped"
     assert [step for step, values in good.rows if "reward" in values] == [1, 2, 3, 4]
     assert good.closed
     assert len(caplog.records) == 1
@@ -93,7 +93,7 @@ async def test_a_sink_that_fails_in_mid_run_is_told_once_and_the_run_goes_on(
     ]
 
 
-def test_a_sink_that_cannot_begin_is_reported_and_the_others_go_on(
+def test_a_sink_that_cannot_be_opened_is_reported_and_the_others_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: Any) -> Recorder:

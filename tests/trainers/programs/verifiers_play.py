@@ -6,7 +6,7 @@ import sys
 
 import lockstep
 from lockstep.integrations.verifiers import VerifiersEnvironment
-from lockstep.train.envs.environment import Player
+from lockstep.train.envs.environment import RolloutContext
 
 url, dialect, turns = sys.argv[1:4]
 harness = {
@@ -29,9 +29,9 @@ async def main():
 
     env._env.run_episode = watched
     async with lockstep.connect(url) as policy:
-        players = [Player(policy, temperature=1.0, max_tokens=24) for _ in range(3)]
+        contexts = [RolloutContext(policy, temperature=1.0, max_tokens=24) for _ in range(3)]
         tasks = env.tasks("train", 0)
-        rewards = await asyncio.gather(*(env.play(next(tasks), each) for each in players))
+        rewards = await asyncio.gather(*(env.rollout(next(tasks), context) for context in contexts))
     print(
         json.dumps(
             {
@@ -40,8 +40,8 @@ async def main():
                 "turns": [trace.info["lockstep"]["turns"] for trace in traces],
                 "sessions": [trace.id for trace in traces],
                 "samples": [
-                    [json.loads(sample.to_json()) for sample in player.samples(train_aborted=True)]
-                    for player in players
+                    [json.loads(sample.to_json()) for sample in context.samples(train_aborted=True)]
+                    for context in contexts
                 ],
             }
         )

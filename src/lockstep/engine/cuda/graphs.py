@@ -49,6 +49,7 @@ def supported(model: Model, cache: SlotCache) -> bool:
     # fp32 needs the exact kernels: the others use matrix units, which round to TF32.
     exact = model.arithmetic.name == "exact"
     typed = cache.k.dtype in (torch.bfloat16, torch.float16) or exact
+    # Triton's ranges are powers of two.
     square = c.head_dim >= 32 and c.head_dim & (c.head_dim - 1) == 0
     experts_fit = not c.moe_layers or exact
     return cache.k.is_cuda and typed and square and experts_fit

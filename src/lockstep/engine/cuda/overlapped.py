@@ -230,6 +230,7 @@ class OverlappedRunner:
             )
         for work in works:
             work.sequence.computed += work.count
+        # Copy the sums without waiting: whether the prefill computed NaN is read when collecting.
         host, finished = sums, None
         if sums.is_cuda:
             host = torch.empty_like(sums, device="cpu", pin_memory=True)

@@ -114,6 +114,7 @@ def why_not_adapted(config: ModelConfig, bank: AdapterBank, like: Tensor) -> str
     rows = sum(count for _, count in runs)
     blocks = torch.from_numpy(bank.blocks(runs, rows)).to(device)
     with torch.inference_mode():
+        # Both ways must agree in rows with one adapter, with another, and with none.
         for (layer, module), (inner, *sizes) in _adapted_modules(config).items():
             x, out = (_numbers(device, kind, rows, width) for width in (inner, sum(sizes)))
             expected = out.clone()

@@ -70,6 +70,7 @@ class StepInFlight:
         if self.likeliest is None:
             return [()] * len(self.rows)
         heats = [row.temperature or 1.0 if row.processed else 1.0 for row in self.rows]
+        # The same formula as in the kernel: (logit - highest) / temperature - log of the sum.
         above = self.likeliest.logits.numpy() - highest[:, None]
         logprobs = above / np.array(heats, dtype=np.float32)[:, None] - logs[:, None]
         columns = zip(self.rows, self.likeliest.ids.tolist(), logprobs.tolist(), strict=True)

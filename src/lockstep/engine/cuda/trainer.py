@@ -160,6 +160,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), (q, k, v) = grads, ctx.saved_tensors
         queries, keys = q.shape[2], k.shape[2]
+        # Flash attention supports plain causal attention only, without a cache before it.
         whole = queries == keys and not any(ctx.starts)
         with torch.enable_grad(), deterministic(flash=whole and q.dtype != torch.float32):
             leaves = [part.detach().requires_grad_() for part in (q, k, v)]

@@ -96,6 +96,7 @@ def _cached_mode() -> str:
     cached[key] = find_mode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Rename a complete file into place: other processes may read or write it now.
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps(cached, indent=1))
         scratch.replace(path)

@@ -129,6 +129,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
     kv_heads, length = k.shape[1:3]
     shapes = attention_shapes(dim)
     group, rows, keys = heads // kv_heads, round_up(queries, shapes.prefill), shapes.keys(length)
+    # Key heads become batch entries and their query heads the heads, as in the engine's decode.
     shape = batch * kv_heads, group, keys, dim
     hidden = torch.arange(keys, device=q.device) > F.pad(positions, (0, rows - queries))[..., None]
     bias = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, HIDDEN)

@@ -108,6 +108,7 @@ class Grammars:
                 return
         from llguidance import LLMatcher
 
+        # Compile outside the lock. Two threads may compile the same grammar, which is harmless.
         matcher = LLMatcher(self._tokenizer, self._source(grammar), log_level=0)
         if matcher.is_error():
             raise BadRequest(

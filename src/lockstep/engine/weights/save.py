@@ -76,6 +76,7 @@ def saving_through(saved: SavedFiles) -> Iterator[None]:
     """
     import transformers.modeling_utils as module
 
+    # The function is an attribute of a module: one save at a time may replace it.
     with _replacing:
         original = getattr(module, SAVE_FUNCTION, None)
         if original is None:

@@ -169,6 +169,7 @@ class Weights:
     def _lay_out(self, packed: PackedTensors) -> None:
         """Use these packed tensors, which hold this set's values, and rebuild the layers."""
         object.__setattr__(self, "packed", packed)
+        # The dataclass is frozen, but an exchange of memory must replace its views.
         names = [name for name, f in Layer.__dataclass_fields__.items() if f.init]
         config = self.layout.config
         layers = tuple(

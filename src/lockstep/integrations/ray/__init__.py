@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lockstep.integrations.ray.fleet import RayFleet
+from lockstep.integrations.ray.ray_fleet import RayFleet
 
 __all__ = ["RayFleet"]

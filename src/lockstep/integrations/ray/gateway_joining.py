@@ -1,4 +1,4 @@
-"""Keeps a worker registered at a gateway, from the worker's side."""
+"""Keeps a worker registered at a gateway, from the side of the worker."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
-LOOK_SECONDS = 30.0
-"""Between two looks at whether the gateway still knows the worker: it may have lost its state."""
+CHECK_SECONDS = 30.0
+"""Interval of checks that the worker is still registered: the gateway may have lost its state."""
 
 
 class GatewayJoining:
-    """Registers a worker at the first of `gateways` that responds, again and again if need be.
+    """Registers a worker at the first of `gateways` that responds, and again when it was lost.
 
-    Not a part of the actor: one with async methods would be run on an event loop by Ray.
+    It is not part of the actor, because Ray runs actors with async methods on an event loop.
     """
 
     def __init__(
@@ -36,33 +36,33 @@ class GatewayJoining:
         self._gateways, self._token, self._stopping = gateways, token, stopping
 
     def run(self) -> None:
-        """Returns when `stopping` is set."""
+        """Keep the worker registered until `stopping` is set."""
         asyncio.run(self._keep_joined())
 
     def leave(self) -> None:
-        """The gateway gives it nothing new; returns when its requests have ended."""
+        """Drain the worker: return when its running requests have finished."""
         asyncio.run(self._leave())
 
     async def _keep_joined(self) -> None:
         while not self._stopping.is_set():
             try:
                 await self._join()
-                seconds = LOOK_SECONDS
+                seconds = CHECK_SECONDS
             except LockstepError as error:
-                log.warning("worker %s has not joined: %s", self._id, error.message)
+                log.warning("worker %s is not registered: %s", self._id, error.message)
                 seconds = RETRY_SECONDS
             await asyncio.to_thread(self._stopping.wait, seconds)
 
     async def _join(self) -> None:
-        """Registers at the first gateway that responds, in place of an earlier life."""
-        failed: LockstepError = Unavailable("there is no gateway")
+        """Register at the first gateway that responds, replacing an earlier process."""
+        last_error: LockstepError = Unavailable("there is no gateway")
         for url in self._gateways:
             try:
                 async with RemoteFleet(url, token=self._token) as fleet:
                     return await self._join_at(fleet)
             except LockstepError as error:
-                failed = error
-        raise failed
+                last_error = error
+        raise last_error
 
     async def _join_at(self, fleet: RemoteFleet) -> None:
         earlier = [row for row in await fleet.workers() if row["id"] == self._id]
@@ -83,7 +83,7 @@ class GatewayJoining:
 
     async def _leave(self) -> None:
         for url in self._gateways:
-            with suppress(LockstepError):  # one that is away has no traffic for it either
+            with suppress(LockstepError):  # an unreachable gateway sends it no requests either
                 async with RemoteFleet(url, token=self._token) as fleet:
                     await fleet.drain(self._id)
                     return

@@ -1,4 +1,4 @@
-"""The process with the engine that a Ray actor starts, and ends with."""
+"""The engine process that a Ray actor starts, and with which it ends."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lockstep.tokens.exit_codes import WRONG
 LOOPBACK = ("127.", "::1", "localhost")
 STOP_SECONDS = 40.0
 VLLM_LOGPROBS = "processed"
-"""How vLLM is told to compute logprobs, which it does not tell itself."""
+"""The logprob mode that vLLM is started with; vLLM does not report it itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCommand:
-    """How each worker of a fleet is started.
+    """The command that starts each worker of a fleet.
 
-    `python` is the interpreter that has the engine: Lockstep's own for the embedded one, that of
-    vLLM's environment for vLLM. `arguments` are those of `lockstep worker`, or vLLM's own.
-    `insecure` lets admin ports listen on a network without TLS.
+    `python` is the interpreter with the engine: Lockstep's own for the embedded engine, that of
+    vLLM's environment for vLLM. `arguments` are those of `lockstep worker`, or of vLLM. `insecure`
+    allows admin ports on a network without TLS.
     """
 
     model: str
@@ -39,12 +39,14 @@ class NodeCommand:
     insecure: bool = False
 
     def line(self, worker_id: str, host: str) -> list[str]:
-        """The command line on a node with that address. Raises BadRequest for vLLM on a network
-        that nobody called safe: its admin routes take no token."""
+        """Return the command line for a node with that address.
+
+        Raises BadRequest for vLLM on a network without `insecure`: its admin routes take no token.
+        """
         parent = str(os.getpid())
         if self.engine == "lockstep":
             insecure = ("--insecure",) if self.insecure else ()
-            # -P: files in the directory that Ray starts actors in are no modules.
+            # -P: files in the working directory of Ray's actors must not be imported as modules.
             return [
                 self.python or sys.executable, "-P", "-m", "lockstep.cli.parent_death", parent,
                 "worker", self.model, "--host", host, "--system-host", host,
@@ -52,8 +54,8 @@ class NodeCommand:
             ]  # fmt: skip
         if not host.startswith(LOOPBACK) and not self.insecure:
             raise BadRequest(
-                f"vLLM would listen on {host}, where its admin routes take no token: say "
-                "insecure=True if only gateways and trainers reach that network",
+                f"vLLM would listen on {host}, and its admin routes take no token: pass "
+                "insecure=True if only gateways and trainers can reach that network",
                 param="insecure",
             )
         return [
@@ -63,7 +65,7 @@ class NodeCommand:
         ]  # fmt: skip
 
     def environment(self, base: Mapping[str, str], token: str) -> dict[str, str]:
-        """The environment of the process: that of the actor, with this fleet's secrets."""
+        """Return the environment of the process: the actor's, with this fleet's secrets."""
         environ = {name: value for name, value in base.items() if not name.startswith("LOCKSTEP_")}
         environ["LOCKSTEP_ADMIN_TOKEN"] = token
         if self.api_key is not None:
@@ -73,10 +75,11 @@ class NodeCommand:
 
 
 class NodeProcess:
-    """A worker that runs, from the moment it said that it is ready.
+    """A running worker process. The constructor returns when the worker is ready.
 
-    Must be made by the main thread: the system ends the process with the thread that started it.
-    Raises BadRequest when it ended because its command is wrong, else EngineFailure.
+    Create it in the main thread: the kernel kills the process when the thread that started it ends.
+    Raises BadRequest for a wrong command line, and EngineFailure if the worker ends for another
+    reason.
     """
 
     def __init__(self, command: NodeCommand, worker_id: str, host: str, token: str) -> None:
@@ -95,14 +98,14 @@ class NodeProcess:
         return self._process.pid
 
     def wait(self) -> int:
-        """Returns the exit code when it has ended. Its output is read, or it would block."""
+        """Wait for the end of the process, draining its output, and return the exit code."""
         if self._process.stdout is not None:
             for _ in self._process.stdout:
                 pass
         return self._process.wait()
 
     def stop(self) -> None:
-        """Lets requests end, and kills it if that takes too long."""
+        """Terminate the process after its running requests; kill it after STOP_SECONDS."""
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
@@ -120,7 +123,7 @@ class NodeProcess:
 
 
 def _free_port(host: str) -> int:
-    """A port for a server that must be told one."""
+    """Return a free port, for a server that cannot choose its own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.bind((host, 0))

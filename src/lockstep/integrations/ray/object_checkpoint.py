@@ -1,4 +1,4 @@
-"""A checkpoint as Ray objects, and as files again on another node."""
+"""Checkpoints as objects in Ray's object store, and their files on other nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOCK = ".lock"
 
 @dataclass(frozen=True, slots=True)
 class ObjectFile:
-    """One file: its parts in Ray's object store, and what they must hash to."""
+    """One file: its parts in Ray's object store, and its SHA-256."""
 
     name: str
     sha256: str
@@ -33,19 +33,19 @@ class ObjectFile:
 
 @dataclass(frozen=True, slots=True)
 class ObjectCheckpoint:
-    """A directory in Ray's object store. Its name tells its contents apart from all others."""
+    """A checkpoint directory in Ray's object store. Its name includes a digest of its contents."""
 
     name: str
     files: tuple[ObjectFile, ...]
 
     @classmethod
     def put(cls, directory: Path) -> ObjectCheckpoint:
-        """Puts the files of a checkpoint into the object store.
+        """Put the files of a checkpoint into the object store.
 
-        Raises CheckpointError for one that is not complete, or not as its manifest says.
+        Raises CheckpointError for one that is incomplete or does not match its manifest.
         """
         if not directory.is_dir():
-            raise CheckpointError(f"{directory} is no directory: expected a checkpoint")
+            raise CheckpointError(f"{directory} is not a directory: expected a checkpoint")
         manifest = Manifest.read(directory)
         check_stable(directory, manifest)
         if manifest is not None:
@@ -65,9 +65,9 @@ class ObjectCheckpoint:
         return cls(f"{directory.name}-{digest.hexdigest()[:16]}", files)
 
     def write(self, root: Path) -> Path:
-        """Makes the directory under `root`, whole or not at all, and returns it.
+        """Write the directory under `root` atomically and return it.
 
-        Processes of one node may call it at once: one writes, the others check what it wrote.
+        Processes of one node may call it concurrently: one writes, the others check the files.
         Raises CheckpointError when the files are not those that were put.
         """
         place = root / self.name
@@ -103,17 +103,17 @@ class ObjectCheckpoint:
                 )
 
 
-def remove_others(root: Path, kept: str | None) -> None:
-    """Deletes the directories of checkpoints under `root`, but for the one of that name."""
+def remove_others(root: Path, name: str | None) -> None:
+    """Delete all checkpoint directories under `root` except `name`."""
     with _locked(root):
         for path in root.iterdir():
-            if path.is_dir() and path.name != kept:
+            if path.is_dir() and path.name != name:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """One process of the node at a time."""
+    """Hold the lock of `root` against other processes of this node."""
     with open(root / LOCK, "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -131,7 +131,7 @@ def _put_file(path: Path) -> ObjectFile:
 def _write_file(file: ObjectFile, path: Path) -> None:
     digest = hashlib.sha256()
     with open(path, "wb") as target:
-        for part in file.parts:  # one at a time: a checkpoint may be larger than the memory
+        for part in file.parts:  # one by one: a checkpoint may not fit into memory
             chunk = ray.get(part)
             digest.update(chunk)
             target.write(chunk)

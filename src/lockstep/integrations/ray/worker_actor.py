@@ -1,4 +1,4 @@
-"""The Ray actor around one worker: starts it, keeps it joined to the gateway, and ends with it."""
+"""The Ray actor of one worker: starts its process, keeps it registered, and ends with it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlace:
-    """Where workers belong: admin URLs of gateways, their token, the address to listen on where
-    that is not their node's, and the directory for weights that come through the object store."""
+    """The settings that all workers of a fleet share.
+
+    `gateways` are admin URLs and `token` is their admin token. Workers listen on `host`, or on the
+    address of their node. Weights from the object store are written to `weights_dir`.
+    """
 
     gateways: tuple[str, ...]
     token: str
@@ -32,36 +35,36 @@ class FleetPlace:
 
 
 class CheckpointHolder:
-    """The accepted checkpoint and one that is being tried, for workers that start on a new node."""
+    """Holds the accepted checkpoint and a pending one, for workers that start on a new node."""
 
     def __init__(self) -> None:
-        self._held: dict[str, ObjectCheckpoint] = {}
+        self._checkpoints: dict[str, ObjectCheckpoint] = {}
 
     def add(self, checkpoint: ObjectCheckpoint) -> None:
-        self._held[checkpoint.name] = checkpoint
+        self._checkpoints[checkpoint.name] = checkpoint
 
     def keep_only(self, name: str | None) -> None:
-        self._held = {held: one for held, one in self._held.items() if held == name}
+        self._checkpoints = {key: own for key, own in self._checkpoints.items() if key == name}
 
-    def held(self) -> list[ObjectCheckpoint]:
-        return list(self._held.values())
+    def checkpoints(self) -> list[ObjectCheckpoint]:
+        return list(self._checkpoints.values())
 
 
 class WorkerActor:
-    """One worker. Ray makes it anew, here or on another node, when it or its process ends.
+    """One worker. Ray restarts it, here or on another node, when it or its process ends.
 
-    It joins by itself: whoever made the fleet may be gone or busy. Raises what keeps the worker
-    from starting; a command that is wrong is not tried again.
+    It registers itself at the gateway, independently of the process that created the fleet. Raises
+    the error of a worker that does not start; a wrong command line is not retried.
     """
 
     def __init__(
         self, worker_id: str, command: NodeCommand, place: FleetPlace, holder: str
     ) -> None:
-        # The holder by its name: Ray does not promise a restart with arguments that are objects.
+        # The holder by name: Ray may not restart an actor whose arguments are object references.
         self._id, self._command, self._place = worker_id, command, place
         self._stopping = threading.Event()
         if place.weights_dir is not None:
-            for checkpoint in ray.get(ray.get_actor(holder).held.remote()):
+            for checkpoint in ray.get(ray.get_actor(holder).checkpoints.remote()):
                 checkpoint.write(Path(place.weights_dir))
         host = place.host or ray.util.get_node_ip_address()
         self._process = NodeProcess(command, worker_id, host, place.token)
@@ -72,7 +75,7 @@ class WorkerActor:
         threading.Thread(target=self._joining.run, daemon=True).start()
 
     def view(self) -> dict[str, Any]:
-        """Where the worker is: its id, URLs, processes and node."""
+        """Return the worker's id, URLs, processes and node."""
         return {
             "id": self._id,
             "url": self._process.url,
@@ -83,20 +86,20 @@ class WorkerActor:
         }
 
     def fetch(self, checkpoint: ObjectCheckpoint) -> str:
-        """Writes the checkpoint to this node, if it is not there yet; where it is."""
+        """Write the checkpoint to this node if it is missing, and return its directory."""
         return str(checkpoint.write(self._weights_dir()))
 
     def keep_only(self, name: str | None) -> None:
-        """Deletes the other checkpoints that came to this node."""
+        """Delete all other checkpoints of this fleet on this node."""
         remove_others(self._weights_dir(), name)
 
     def stop(self) -> None:
-        """Leaves the gateway, which gives it nothing new, and ends the process."""
+        """Drain the worker at the gateway and end its process."""
         self._stopping.set()
         self._joining.leave()
         self._process.stop()
 
-    # Parts
+    # Internals
 
     def _weights_dir(self) -> Path:
         if self._place.weights_dir is None:
@@ -106,5 +109,5 @@ class WorkerActor:
     def _end_with_process(self) -> None:
         code = self._process.wait()
         if not self._stopping.is_set():
-            log.error("worker %s ended with code %d: Ray starts it again", self._id, code)
+            log.error("worker %s ended with code %d; Ray restarts it", self._id, code)
             os._exit(TRY_AGAIN)

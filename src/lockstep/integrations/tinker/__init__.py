@@ -1,1 +1,1 @@
-"""A server of the Tinker API: recipes for it train LoRA adapters here, unchanged."""
+"""A server of the Tinker API: its unchanged recipes train LoRA adapters on a fleet."""

@@ -19,30 +19,30 @@ from lockstep.engine import exact
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.numerics import plan as numerics
 from lockstep.fleet.fleet import Fleet
-from lockstep.integrations.tinker.protocol import types
-from lockstep.integrations.tinker.rest import RestRoutes
-from lockstep.integrations.tinker.routes import TinkerRoutes
+from lockstep.integrations.tinker.protocol import json_bodies as bodies
+from lockstep.integrations.tinker.rest_routes import RestRoutes
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.sampling import BaseModel
-from lockstep.integrations.tinker.tenants import TinkerTenants
-from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
-from lockstep.integrations.tinker.training.trainer import TrainingModel
+from lockstep.integrations.tinker.sampling_service import BaseModel
+from lockstep.integrations.tinker.tinker_routes import TinkerRoutes
+from lockstep.integrations.tinker.tinker_tenants import TinkerTenants
+from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.training_model import TrainingModel
 from lockstep.models import bundled
 from lockstep.storage.file_lock import FileLock
 from lockstep.tokens.errors import BadRequest, LockstepError
 from lockstep.tokens.numerics import NumericsPlan
 
 TRIAL_SIZE = 0.05
-"""Spread of the second factors of a trial: enough to be seen in the logprobs of any layer."""
+"""Standard deviation of the B factors of a trial adapter: visible in the logprobs of any layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """What is trained, with what, and how many adapters the workers hold.
+    """The options of an attached trainer.
 
-    `names` are further names of the model that clients may use. `slots` is how many adapters each
-    worker holds at once, `threads` what training computes with. Without `train_unembed` no adapter
-    has a part for the head, whatever clients ask for.
+    `names` are further names of the model that clients may use. Each worker holds up to `slots`
+    adapters, and training uses `threads` CPU threads. Without `train_unembed` adapters leave out
+    the head, whatever clients request.
     """
 
     model: str
@@ -55,12 +55,12 @@ class TrainerOptions:
     train_unembed: bool = True
 
     def check(self) -> None:
-        """Raises the error that would keep it from training, before anything is started."""
+        """Raise the error of a model that cannot be trained, before anything is started."""
         ModelConfig.read(self.directory)
 
     @property
     def directory(self) -> Path:
-        """Where the model is. Raises BadRequest when it is nowhere."""
+        """The directory of the model. Raises BadRequest when there is none."""
         directory = bundled(self.model) or Path(self.model).resolve()
         if not directory.is_dir():
             raise BadRequest(
@@ -81,13 +81,13 @@ class AttachedTrainer:
         samplers: Samplers,
         state_dir: Path,
     ) -> None:
-        """`plan` is how this process computes, `workers` how the fleet does, where it says so."""
+        """`plan` is the numerics plan of this process, `workers` that of the fleet, if reported."""
         self.options = options
         self.model = model
         self.state_dir = state_dir
-        # One thread: products of one adapter at a time, and calls of all models in fair turns.
+        # One thread: the base model applies one adapter at a time, and all models take turns.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-trainer")
-        self.note = _note(plan, workers)
+        self.note = _why_close(plan, workers)
         model.workers_agree = not self.note
         if workers is None and options.dtype != "float32":
             model.close_tolerance = None
@@ -101,18 +101,18 @@ class AttachedTrainer:
 
     @property
     def routes(self) -> list[Route]:
-        """Those of the API."""
+        """The routes of the API."""
         return [*TinkerRoutes(self.tenants).routes, *RestRoutes(self.tenants).routes]
 
-    def settings(self, config: types.LoraConfig) -> LoraSettings:
-        """What is trained for a client that asks for this."""
+    def settings(self, config: bodies.LoraConfig) -> LoraSettings:
+        """Return the LoRA settings for the request of a client."""
         settings = LoraSettings(**msgspec.structs.asdict(config))
         return settings if self.options.train_unembed else replace(settings, train_unembed=False)
 
     async def check_served(self, settings: LoraSettings) -> None:
-        """Raises BadRequest, with the way out, for adapters that the workers cannot serve.
+        """Raise BadRequest, with a way out, for adapters that the workers cannot serve.
 
-        Workers of our own serve all that can be trained; others are given one to try.
+        Embedded workers serve every adapter that can be trained. Others get a trial adapter.
         """
         settings = replace(settings, seed=0)
         if self._trusted or settings in self._served:
@@ -123,7 +123,7 @@ class AttachedTrainer:
             if settings.train_unembed and bare.targets and await self._trial(bare) is None:
                 way_out = (
                     "create the model with train_unembed=False, or start this server with "
-                    "--no-train-unembed, which leaves it out for clients that cannot say so"
+                    "--no-train-unembed, which leaves it out for all clients"
                 )
             raise BadRequest(
                 f"the workers cannot serve adapters with these settings: {way_out} "
@@ -132,7 +132,7 @@ class AttachedTrainer:
             )
 
     async def _trial(self, settings: LoraSettings) -> LockstepError | None:
-        """What keeps the workers from serving such an adapter; None when they proved one."""
+        """Return the error of serving such an adapter; None when the workers proved one."""
         with tempfile.TemporaryDirectory(dir=self.state_dir) as name:
             directory = Path(name)
 
@@ -155,14 +155,14 @@ class AttachedTrainer:
         return None
 
     async def close(self) -> None:
-        """Stops all work; what was not saved is lost."""
+        """Stop all work. Unsaved weights are lost."""
         await self.tenants.close()
         self.thread.shutdown(wait=True, cancel_futures=True)
         await self._samplers.close()
 
 
 def load_model(options: TrainerOptions) -> tuple[LoraModel, NumericsPlan]:
-    """The base model for training, made exact where that can be had, and how it computes."""
+    """Load the base model, prepared for exact arithmetic where possible, with its numerics plan."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -183,16 +183,16 @@ def load_model(options: TrainerOptions) -> tuple[LoraModel, NumericsPlan]:
 async def attached_trainer(
     options: TrainerOptions, fleet: Fleet, state_dir: Path, stop: asyncio.Event
 ) -> AsyncIterator[AttachedTrainer]:
-    """A trainer over a fleet that runs. Polls of its clients end when `stop` is set.
+    """Attach a trainer to a running fleet. Polls of its clients end when `stop` is set.
 
-    Raises BadRequest when another process has its state, and Conflict when the fleet serves other
-    weights than those that would be trained on.
+    Raises BadRequest when another process uses the state directory, and Conflict when the fleet
+    serves other weights than those that would be trained on.
     """
     model, plan = await asyncio.to_thread(load_model, options)
     base = next(card for card in await fleet.pool.models() if card.parent is None)
     samplers = Samplers(fleet, base.id, options.slots, labelled=base.numerics is None)
     samplers.check_base()
-    with _locked(state_dir):
+    with _lock(state_dir):
         trainer = AttachedTrainer(options, model, plan, base.numerics, samplers, state_dir)
         stopping = asyncio.create_task(_end_polls(trainer, stop))
         try:
@@ -203,9 +203,9 @@ async def attached_trainer(
             await trainer.close()
 
 
-def _locked(state_dir: Path) -> FileLock:
+def _lock(state_dir: Path) -> FileLock:
     state_dir.mkdir(parents=True, exist_ok=True)
-    return FileLock(state_dir / "tinker", way_out="stop it, or give another --state-dir")
+    return FileLock(state_dir / "tinker", way_out="stop it, or use another --state-dir")
 
 
 async def _end_polls(trainer: AttachedTrainer, stop: asyncio.Event) -> None:
@@ -213,10 +213,10 @@ async def _end_polls(trainer: AttachedTrainer, stop: asyncio.Event) -> None:
     trainer.tenants.end_polls()
 
 
-def _note(trainer: NumericsPlan, workers: NumericsPlan | None) -> str:
-    """Why logprobs of trainer and samplers may differ; empty where they are equal."""
+def _why_close(trainer: NumericsPlan, workers: NumericsPlan | None) -> str:
+    """Return why the logprobs of trainer and samplers may differ; empty if they are equal."""
     if workers is None:
-        return "the workers do not say how they compute"
+        return "the workers do not report their numerics"
     if not trainer.is_exact:
         return trainer.reason or "the trainer does not compute exactly"
     return trainer.mismatch(workers) or ""

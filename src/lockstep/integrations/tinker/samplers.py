@@ -1,7 +1,7 @@
-"""Samplers: weights that never change, more of them than the fleet has room for at a time.
+"""Samplers: immutable weights, of which there may be more than the fleet has adapter slots.
 
-The weights of each lie in a directory. They are loaded into the fleet, and proved, when a sample
-needs them; the one that was used least recently makes room.
+The weights of each sampler are in a directory. They are loaded into the fleet and proved when a
+sample needs them; the least recently used sampler is evicted.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from pathlib import Path
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.integrations.tinker.store import SamplerRecord
-from lockstep.integrations.tinker.training.lora import WEIGHTS
+from lockstep.integrations.tinker.tinker_store import SamplerRecord
+from lockstep.integrations.tinker.training.lora_tensors import WEIGHTS
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import Conflict, LockstepError, NotFound, RolloutFailed, Unavailable
 
 log = logging.getLogger(__name__)
 PREFIX = "tinker-"
-"""How the names of samplers' adapters begin, by which they are told from an operator's own."""
+"""Prefix of the adapter names of samplers, which tells them from an operator's adapters."""
 ATTEMPTS = 4
-"""How often a sample is tried when no worker can serve it: workers that died are started again."""
+"""Attempts of a sample when no worker can serve it: dead workers are being restarted."""
 RETRY_SECONDS = 1.0
 
 
 class Samplers:
-    """Samplers over the adapter slots of a fleet, which other dialects may use as well."""
+    """Samplers in the adapter slots of a fleet, which other dialects may use as well."""
 
     def __init__(self, fleet: Fleet, base: str, slots: int, *, labelled: bool = False) -> None:
-        """`base` is the name under which the fleet serves the model, `slots` how many adapters it
-        holds at once. `labelled` is for workers that give an adapter no label of its contents: its
-        name is its label then."""
+        """The fleet serves the model as `base` and holds up to `slots` adapters.
+
+        With `labelled` the version of an adapter is its name: some workers report no version.
+        """
         self._fleet = fleet
         self._base = base
         self._slots = slots
@@ -46,7 +47,7 @@ class Samplers:
         self._freed = asyncio.Event()
 
     async def adopt(self) -> None:
-        """Takes over what an earlier process left loaded; what is deleted by now is unloaded."""
+        """Take over the adapters that an earlier process left loaded; unload deleted ones."""
         for name, spec in list(self._fleet.desired.adapters.items()):
             if not name.startswith(PREFIX):
                 continue
@@ -58,23 +59,27 @@ class Samplers:
                 await self._fleet.unload_adapter(name)
 
     async def close(self) -> None:
-        """Unloads all of them: the next process loads what it needs."""
+        """Unload all samplers. The next process loads what it needs."""
         for name in list(self._users):
             try:
                 await self._fleet.unload_adapter(name)
             except LockstepError as error:
-                log.warning("sampler %s stays loaded: %s", name, error.message)
+                log.warning("sampler %s could not be unloaded: %s", name, error.message)
 
     async def forget(self, directory: Path) -> None:
-        """Unloads the sampler of these weights, which are about to be deleted: a worker that comes
-        back later could not load them any more."""
+        """Unload the sampler of weights that are about to be deleted.
+
+        A restarted worker could not load them any more.
+        """
         if (directory / WEIGHTS).exists() and (name := adapter_name(directory)) in self._users:
             await self._unload(name)
 
     async def serve(self, directory: Path | None) -> str:
-        """The name under which the fleet serves these weights, or the base model's; they are the
-        last to make room for others."""
-        async with self._served(directory) as name:
+        """Load these weights if needed, and return the model name under which they are served.
+
+        Without a directory that is the base model.
+        """
+        async with self._loaded(directory) as name:
             return name
 
     async def sample(
@@ -84,16 +89,16 @@ class Samplers:
         sampling: Sampling,
         cache_salt: str | None = None,
     ) -> list[Completion]:
-        """Completions under the weights of this sampler.
+        """Return completions under the weights of this sampler.
 
-        Raises NotFound when they were deleted, RolloutFailed for a completion that was aborted, as
-        the API has no such end, and what the fleet raises.
+        Raises NotFound when the weights were deleted, RolloutFailed for an aborted completion (the
+        API has no such stop reason), and what the fleet raises.
         """
         self.check_base()
         directory = None if record.directory is None else Path(record.directory)
         for attempt in range(ATTEMPTS):
             try:
-                async with self._served(directory) as model:
+                async with self._loaded(directory) as model:
                     request = GenerateRequest(
                         prompt_ids=prompt_ids, sampling=sampling, model=model, cache_salt=cache_salt
                     )
@@ -106,19 +111,19 @@ class Samplers:
         for completion in completions:
             if completion.finish == "abort":
                 raise RolloutFailed(
-                    f"the sample was aborted after {len(completion.token_ids)} tokens, as a worker "
-                    "was stopped: it has no end that can be learnt from; send it again"
+                    f"the sample was aborted after {len(completion.token_ids)} tokens because a "
+                    "worker stopped: send it again"
                 )
         return completions
 
     def check_base(self) -> None:
-        """Raises Conflict when the fleet's weights are no longer those that are trained on."""
+        """Raise Conflict when the fleet no longer serves the weights that are trained on."""
         desired = self._fleet.desired
         if desired.checkpoint is not None or len(desired.agreed) > 1:
             raise Conflict(
-                f"the fleet serves version {desired.version!r}, and adapters are trained on the "
-                "weights that it was started with: start again with --fresh, or with the "
-                "directory of those weights as MODEL"
+                f"the fleet serves version {desired.version!r}, but adapters are trained on the "
+                "weights it was started with: restart with --fresh, or with the directory of the "
+                "served weights as MODEL"
             )
 
     async def _generate(self, request: GenerateRequest) -> list[Completion]:
@@ -126,27 +131,27 @@ class Samplers:
         return await self._fleet.pool.run(affinity, lambda worker: worker.generate(request))
 
     @asynccontextmanager
-    async def _served(self, directory: Path | None) -> AsyncIterator[str]:
-        """The name under which the fleet serves these weights, which stay for the block; the base
-        model where there are none."""
+    async def _loaded(self, directory: Path | None) -> AsyncIterator[str]:
+        """Load these weights and keep them loaded within the block; yield their model name."""
         if directory is None:
             yield self._base
             return
         name = adapter_name(directory)
         taking = asyncio.create_task(self._take(name, directory))
         try:
-            # To its end, also when the sample is cancelled: half a load is in nobody's books.
+            # Finish the load even if the sample is cancelled, or the slot would be lost.
             await asyncio.shield(taking)
         except asyncio.CancelledError:
-            taking.add_done_callback(lambda task: self._give_if_taken(name, task))
+            taking.add_done_callback(lambda task: self._release_if_taken(name, task))
             raise
         try:
             yield name
         finally:
-            self._give(name)
+            self._release(name)
 
     async def _take(self, name: str, directory: Path) -> None:
-        """Loads an adapter unless it is loaded, and counts one more user of it."""
+        """Load an adapter unless it is loaded, and count one more user of it."""
+        # One lock per adapter: a load must not overlap an unload of the same name.
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name in self._users and name not in self._fleet.desired.adapters:
                 del self._users[name]  # an operator has unloaded it
@@ -155,21 +160,21 @@ class Samplers:
             self._users[name] += 1
             self._users.move_to_end(name)
 
-    def _give(self, name: str) -> None:
-        if name in self._users:  # it may have been forgotten meanwhile
+    def _release(self, name: str) -> None:
+        if name in self._users:  # it may have been unloaded meanwhile
             self._users[name] -= 1
         self._freed.set()
 
-    def _give_if_taken(self, name: str, task: asyncio.Task[None]) -> None:
+    def _release_if_taken(self, name: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is None:
-            self._give(name)
+            self._release(name)
 
     async def _load(self, name: str, directory: Path) -> None:
-        while len(self._users) >= self._room() and self._idle() is None:
+        while len(self._users) >= self._capacity() and self._idle() is None:
             self._freed.clear()
             await self._freed.wait()
-        oldest = self._idle() if len(self._users) >= self._room() else None
-        # The place is taken before the fleet is asked: two loads must not count on the same.
+        oldest = self._idle() if len(self._users) >= self._capacity() else None
+        # Reserve the slot before the slow load, so that two loads never use the same one.
         self._users[name] = 1
         try:
             if oldest is not None:
@@ -183,7 +188,7 @@ class Samplers:
             raise
 
     async def _unload(self, name: str) -> None:
-        """Makes room; whoever wants this adapter meanwhile waits, and loads it again."""
+        """Unload an adapter. Requests for it wait for the lock and load it again."""
         async with self._locks[name]:
             del self._users[name]
             try:
@@ -192,18 +197,18 @@ class Samplers:
                 self._users[name] = 0
                 raise
 
-    def _room(self) -> int:
-        """How many samplers may be loaded. Raises Conflict when others have all the slots."""
+    def _capacity(self) -> int:
+        """Return how many samplers may be loaded. Raises Conflict when others use all slots."""
         others = sum(not name.startswith(PREFIX) for name in self._fleet.desired.adapters)
         if others >= self._slots:
             raise Conflict(
-                f"{others} adapters were loaded by others, which is the limit of the workers: "
-                "unload one (`lockstep unload-lora NAME`), or start with more --max-loras"
+                f"{others} adapters of an operator use all slots of the workers: unload one "
+                "(`lockstep unload-lora NAME`), or start with more --max-loras"
             )
         return self._slots - others
 
     def _idle(self) -> str | None:
-        """The sampler that was used least recently, is not in use, and about to be by nobody."""
+        """Return the least recently used sampler that is neither in use nor being loaded."""
         return next(
             (
                 name
@@ -215,7 +220,7 @@ class Samplers:
 
 
 def adapter_name(directory: Path) -> str:
-    """A name for these very weights. Raises NotFound when they are gone."""
+    """Return an adapter name for exactly these weights. Raises NotFound when they are gone."""
     try:
         changed = (directory / WEIGHTS).stat().st_mtime_ns
     except FileNotFoundError:

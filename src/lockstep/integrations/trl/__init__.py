@@ -1,4 +1,4 @@
-"""TRL's trainers on a Lockstep fleet: live samples in, proved weights out."""
+"""TRL's trainers on a Lockstep fleet: rollouts from the fleet, weight updates to it."""
 
 from lockstep.integrations.trl.generation import LockstepGeneration
 from lockstep.integrations.trl.rollout_worker import LockstepRolloutWorker

@@ -1,4 +1,4 @@
-"""AsyncGRPOTrainer on a CPU: TRL's own code, with attention in plain PyTorch for its GPU kernel."""
+"""AsyncGRPOTrainer on a CPU: plain PyTorch attention in place of TRL's GPU kernel."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def enable_cpu() -> None:
-    """Lets an AsyncGRPOTrainer be made without a GPU; call it before. Does nothing with one."""
+    """Allow an AsyncGRPOTrainer without a GPU. Call it before creating the trainer."""
     if torch.cuda.is_available():
         return
     from trl.experimental.async_grpo import async_grpo_trainer, packing
 
     kernels = SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     packing._flash_attn = lambda: kernels
-    # It asks CUDA for the name of a device, to report how busy that is.
+    # It reads the name of the CUDA device to report utilization.
     async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
 
 
@@ -35,9 +35,9 @@ def varlen_attention(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Causal attention of several sequences in one row, each query aligned to its last key.
+    """Return causal attention of several sequences in one row, queries aligned to the last keys.
 
-    Raises ValueError for what TRL does not use on such models: windows, and no causal mask.
+    Raises ValueError for windows and non-causal attention, which TRL does not use here.
     """
     if not causal or window_size != (-1, -1):
         raise ValueError(f"causal={causal}, window_size={window_size} needs TRL's GPU kernel")
@@ -47,10 +47,10 @@ def varlen_attention(
         q = query[queries[at] : queries[at + 1]].transpose(0, 1)[None]
         k = key[keys[at] : keys[at + 1]].transpose(0, 1)[None]
         v = value[keys[at] : keys[at + 1]].transpose(0, 1)[None]
-        more = k.shape[2] - q.shape[2]
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(more)
+        offset = k.shape[2] - q.shape[2]
+        causal_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(offset)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True
+            q, k, v, attn_mask=causal_mask, scale=softmax_scale, enable_gqa=True
         )
         rows.append(out[0].transpose(0, 1))
     return torch.cat(rows)

@@ -1,4 +1,4 @@
-"""AsyncGRPOTrainer's rollouts: groups of conversations, played and scored while it learns."""
+"""Rollouts for AsyncGRPOTrainer: groups of conversations, sampled and scored while it learns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import itertools
 import queue
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,26 +18,26 @@ from lockstep.integrations.trl.served_policy import ServedPolicy
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest, BadVersions, Conflict
 from lockstep.train.failure import one_error
-from lockstep.train.learning.loss import advantages
+from lockstep.train.learning.advantages import advantages
 from lockstep.train.rollout import seed_of
 
 Play = Callable[[Chat, Mapping[str, Any]], Awaitable[Any]]
 RewardFunction = Callable[..., Any]
 LABEL_SECONDS = 60.0
-"""How long a token may be of weights whose update has not been reported yet."""
+"""How long to wait for the report of an update whose weights a token was sampled under."""
 POLL_SECONDS = 0.02
 
 
 class LockstepRolloutWorker:
     """The `rollout_worker` of an AsyncGRPOTrainer.
 
-    Plays each row of `dataset` `num_generations` times, over and over, and scores the group with
-    `reward_funcs` of TRL's kind (`f(prompts, completions, **columns) -> list[float]`).
-    `play(chat, row)` has the conversation; by default it sends the row's prompt, once.
+    Samples each row of `dataset` `num_generations` times, over and over, and scores the group with
+    TRL's `reward_funcs` (`f(prompts, completions, **columns) -> list[float]`). `play(chat, row)`
+    runs the conversation; by default it sends the row's prompt once.
 
-    A row's `model_version` is that of its oldest token. Rows older than `max_staleness` versions
-    are left out, and no more than `max_ahead` groups are played or waiting (by default what one
-    more version than that will use up, see `groups_per_step`).
+    The `model_version` of a rollout is that of its oldest token. Rollouts older than
+    `max_staleness` versions are dropped. At most `max_ahead` groups are running or buffered, by
+    default `groups_per_step * (max_staleness + 1)`.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class LockstepRolloutWorker:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """`options` are those of `Policy.chat`: temperature, max_tokens, tools and the like."""
+        """`options` are those of `Policy.chat`, such as temperature, max_tokens and tools."""
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._policy = policy
         self._rows = list(dataset)
         if not self._rows:
-            raise BadRequest("dataset is empty: give at least one row to play", param="dataset")
+            raise BadRequest("dataset is empty: expected at least one row", param="dataset")
         self._rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         self._size = num_generations
         self._staleness = max_staleness
@@ -72,36 +72,36 @@ class LockstepRolloutWorker:
         self._now = 0
         self._running: asyncio.Task[None] | None = None
         self._failed: BaseException | None = None
-        self._last_made = time.monotonic()
+        self._last_finished = time.monotonic()
 
-    # What TRL calls
+    # Called by TRL
 
     def start(self) -> None:
-        """Begins to play."""
+        """Start sampling rollouts."""
         self._policy.open(publishes=False)
-        self._last_made = time.monotonic()
+        self._last_finished = time.monotonic()
         self._policy.run(self._start())
 
     def stop(self) -> None:
-        """Stops playing; what is being played is given up."""
+        """Stop sampling and drop unfinished rollouts."""
         if self._running is not None:
             self._policy.run(self._stop())
 
     def update_model_version(self, model_version: int) -> None:
-        """The weights that were published last are this version."""
+        """Record that the weights published last are this version."""
         if self._policy.published is not None:
             self._versions[self._policy.published.label] = model_version
         self._now = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raises what ended the rollouts, and Conflict when none was made for so many seconds."""
+        """Raise the error that ended sampling, or Conflict if no rollout finished for so long."""
         if self._failed is not None:
             raise self._failed
-        idle = time.monotonic() - self._last_made
+        idle = time.monotonic() - self._last_finished
         if idle > stale_after_s:
-            raise Conflict(f"no rollout was made for {idle:.0f} s: see `lockstep state`")
+            raise Conflict(f"no rollout has finished for {idle:.0f} s: see `lockstep state`")
 
-    # Playing
+    # Sampling
 
     async def _start(self) -> None:
         self._running = asyncio.create_task(self._run(), name="rollouts")
@@ -115,37 +115,34 @@ class LockstepRolloutWorker:
         try:
             with one_error():
                 async with asyncio.TaskGroup() as group:
-                    playing: set[asyncio.Task[None]] = set()
-                    for number, row in self._forever():
-                        while len(playing) * self._size + self.rollout_buffer.qsize() >= (
+                    running: set[asyncio.Task[None]] = set()
+                    for number, row in enumerate(itertools.cycle(self._rows)):
+                        while len(running) * self._size + self.rollout_buffer.qsize() >= (
                             self._ahead * self._size
                         ):
-                            # The trainer takes rows in a thread of its own, and tells nobody.
+                            # The trainer empties the buffer in another thread, without a signal.
                             await asyncio.sleep(POLL_SECONDS)
                         task = group.create_task(self._group(number, row))
-                        playing.add(task)
-                        task.add_done_callback(playing.discard)
+                        running.add(task)
+                        task.add_done_callback(running.discard)
         except Exception as error:
             self._failed = error
 
-    def _forever(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        return enumerate(itertools.cycle(self._rows))
-
     async def _group(self, number: int, row: Mapping[str, Any]) -> None:
-        """Plays and scores one group, and hands over those of its rows that are young enough."""
+        """Sample and score one group, and buffer its rollouts that are not too old."""
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         with one_error():
             async with asyncio.TaskGroup() as group:
-                made = [
+                tasks = [
                     group.create_task(self._rollout(number, at, row)) for at in range(self._size)
                 ]
-        rollouts = [task.result() for task in made]
+        rollouts = [task.result() for task in tasks]
         rewards = await self._score(row, [messages for _, messages in rollouts])
-        shares = advantages(rewards, normalize_std=True)
+        values = advantages(rewards, normalize_std=True)
         opening = _messages(row["prompt"])
         deviation = float(np.std(rewards))
-        for (sample, messages), reward, share in zip(rollouts, rewards, shares, strict=True):
+        for (sample, messages), reward, advantage in zip(rollouts, rewards, values, strict=True):
             version = await self._version(sample)
             if self._now - version > self._staleness:
                 self.metrics_queue.put({"rollout/left_out_stale_total": 1.0})
@@ -158,37 +155,40 @@ class LockstepRolloutWorker:
                     input_ids=arrays["token_ids"],
                     completion_mask=arrays["sampled_mask"].astype(np.int64),
                     old_log_probs=arrays["logprobs"],
-                    advantage=share,
+                    advantage=advantage,
                     model_version=version,
                     group_id=number,
                     metrics={"reward": reward, "reward_std": deviation},
                     enqueued_at=time.time(),
                 )
             )
-        self._last_made = time.monotonic()
+        self._last_finished = time.monotonic()
 
     async def _rollout(
         self, number: int, at: int, row: Mapping[str, Any]
     ) -> tuple[Sample, list[Any]]:
-        opened = len(_messages(row["prompt"]))
+        prompt_length = len(_messages(row["prompt"]))
 
-        async def have(chat: Chat) -> list[Any]:
+        async def converse(chat: Chat) -> list[Any]:
             await self._play(chat, row)
-            return list(chat.messages[opened:])
+            return list(chat.messages[prompt_length:])
 
         seed = seed_of(self._seed, number, at)
-        return await self._policy.converse(partial(have), **self._options, seed=seed)
+        return await self._policy.converse(converse, **self._options, seed=seed)
 
     async def _score(self, row: Mapping[str, Any], completions: list[list[Any]]) -> list[float]:
-        """The sum of all reward functions for each completion, as TRL sums them."""
+        """Return the sum of all reward functions for each completion, as TRL sums them."""
         prompt, count = row["prompt"], len(completions)
         columns = {name: [value] * count for name, value in row.items() if name != "prompt"}
-        told: list[Any] = completions
+        texts: list[Any] = completions
         if isinstance(prompt, str):
-            told = ["".join(m.get("content") or "" for m in each) for each in completions]
+            texts = [
+                "".join(message.get("content") or "" for message in messages)
+                for messages in completions
+            ]
         total = [0.0] * count
         for function in self._rewards:
-            call = partial(function, prompts=[prompt] * count, completions=told, **columns)
+            call = partial(function, prompts=[prompt] * count, completions=texts, **columns)
             values = (
                 await call()
                 if inspect.iscoroutinefunction(function)
@@ -197,26 +197,26 @@ class LockstepRolloutWorker:
             if len(values) != count:
                 name = getattr(function, "__name__", type(function).__name__)
                 raise BadRequest(
-                    f"reward function {name} gave {len(values)} values for {count} completions",
+                    f"reward function {name} returned {len(values)} values for {count} completions",
                     param="reward_funcs",
                 )
-            total = [have + (value or 0.0) for have, value in zip(total, values, strict=True)]
+            total = [so_far + (value or 0.0) for so_far, value in zip(total, values, strict=True)]
         return total
 
     async def _version(self, sample: Sample) -> int:
-        """The number of the oldest weights that a token of the sample is of.
+        """Return the model version of the oldest token of a sample.
 
         Raises BadVersions for weights that were not published through this policy.
         """
         until = time.monotonic() + LABEL_SECONDS
         labels = {span.version for span in sample.versions}
-        # Tokens of new weights may be here before the trainer knows that its update is done.
+        # Tokens of new weights may arrive before the trainer reports that its update is done.
         while unknown := labels - self._versions.keys():
             if time.monotonic() > until:
                 raise BadVersions(
                     f"tokens were sampled under {', '.join(sorted(unknown))}, which this trainer "
-                    "has not published: give rollout_worker and weight_transfer one ServedPolicy, "
-                    "and let nobody else update this fleet"
+                    "has not published: use one ServedPolicy for rollout_worker and "
+                    "weight_transfer, and no other trainer on this fleet"
                 )
             await asyncio.sleep(POLL_SECONDS)
         return min(self._versions[label] for label in labels)

@@ -1,4 +1,4 @@
-"""A running gateway for a trainer that blocks: its policy, and its fleet to publish weights to."""
+"""A gateway for a synchronous trainer: its policy, and its fleet to publish weights to."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from lockstep.train.retry import RetryPolicy
 
 T = TypeVar("T")
 Save = Callable[[Path, str], Any]
-"""Writes a checkpoint into a directory, with its version in the probe."""
-KEPT = 2
-"""Checkpoints that are kept: the one that is served, which a restarted worker loads, and the one
-that an update may have to go back to."""
+"""Writes a checkpoint into a directory, with the version in its probe."""
+KEEP_CHECKPOINTS = 2
+"""Checkpoints on disk: the served one, which a restarted worker loads, and the previous one, to
+which an update may be rolled back."""
 
 
 class ServedPolicy:
-    """The policy behind a gateway, and the fleet that serves it, from a thread that blocks.
+    """The policy behind a gateway and the fleet that serves it, with blocking calls.
 
-    `model` defaults to the only one served, admin URL and token to those of the gateway that runs
-    on this machine. `checkpoints` is where weights are written for the fleet to read: inside the
-    gateway's --checkpoint-root, if it has one. What passes (a worker restarts, a queue is full) is
-    tried again for `retry_seconds`.
+        policy = ServedPolicy(checkpoints="checkpoints")
+
+    `model` defaults to the only served one, admin URL and token to those of the gateway on this
+    machine. Weights for the fleet are written to `checkpoints`, which must be inside the gateway's
+    --checkpoint-root if it has one. Transient errors (a worker restarts, a queue is full) are
+    retried for `retry_seconds`.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class ServedPolicy:
     # Opening and closing
 
     def open(self, *, tokenizer: Any = None, publishes: bool = True) -> None:
-        """Connects, once. `tokenizer` stands in where none was given. Raises Unavailable without a
-        gateway, and where it `publishes` BadRequest without its admin token."""
+        """Connect, once. `tokenizer` is used if the constructor got none.
+
+        Raises Unavailable without a gateway, and BadRequest without the admin token to publish.
+        """
         if self._thread is not None:
             return
         self._thread, self._stack = LoopThread(), AsyncExitStack()
@@ -80,12 +84,11 @@ class ServedPolicy:
             raise
 
     async def _open(self, tokenizer: Any, publishes: bool) -> None:
-        chosen = self._connecting["tokenizer"] or tokenizer
         self.policy: Policy = await self._stack.enter_async_context(
             connect(
                 self.url,
                 self.adapter or self.model,
-                tokenizer=chosen,
+                tokenizer=self._connecting["tokenizer"] or tokenizer,
                 api_key=self._connecting["api_key"],
             )
         )
@@ -95,14 +98,14 @@ class ServedPolicy:
             self._publisher = Publisher(fleet, self.retry, adapter=self.adapter, mode=self._mode)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work` on the connection's own event loop. Raises what it raises."""
+        """Run `work` on the event loop of the connection and return its result."""
         if self._thread is None:
             work.close()
             raise Conflict("this policy is not connected: call open() first")
         return self._thread.run(work)
 
     def close(self) -> None:
-        """Ends the connections. May be called twice."""
+        """Close the connections. May be called twice."""
         if self._thread is not None:
             self.run(self._stack.aclose())
             self._thread.stop()
@@ -111,21 +114,21 @@ class ServedPolicy:
     # Weights
 
     def publish(self, save: Save) -> Published:
-        """Has the fleet serve what `save` writes, proved. Raises what `Publisher.publish` does."""
+        """Publish the checkpoint that `save` writes. Raises what `Publisher.publish` raises."""
         if self._publisher is None:
             raise Conflict("this policy is not connected to a control plane: call open() first")
         step = self._count
-        self._count += 1  # also when this fails: another try writes another directory
+        self._count += 1  # also if this fails: a retry writes another directory
         directory = self._new_directory(step)
         save(directory, f"step-{step}")
         self.published = self.run(self._publisher.publish(directory, step))
-        for old in self._written[:-KEPT]:
+        for old in self._written[:-KEEP_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
-        del self._written[:-KEPT]
+        del self._written[:-KEEP_CHECKPOINTS]
         return self.published
 
     def _new_directory(self, step: int) -> Path:
-        """A directory of its own for each run: a killed run's checkpoints are not in the way."""
+        """Return a new directory, in one per run: a killed run leaves its checkpoints behind."""
         if self._run_directory is None:
             numbers = itertools.count()
             self._run_directory = next(
@@ -140,28 +143,28 @@ class ServedPolicy:
 
     # Samples
 
-    def pinned(self) -> dict[str, Any]:
-        """The option that has requests answered under the published weights and no others.
+    def version_pin(self) -> dict[str, Any]:
+        """Return the option that makes requests require the published weights.
 
-        An adapter's requests name it, and it changes by its name: there is nothing to pin.
+        Empty for an adapter, whose requests name it instead.
         """
         if self.published is None or self.adapter is not None:
             return {}
         return {"weight_version": self.published.label}
 
     async def complete(self, prompt_ids: list[int], n: int, **options: Any) -> list[Completion]:
-        """`n` completions of a prompt, each whole: what was cut off by an abort is sampled again.
+        """Return `n` completions of a prompt. Aborted ones are sampled again.
 
         Raises Conflict for logprobs that a trainer at this temperature cannot use.
         """
 
-        async def once(_: int) -> list[Completion]:
+        async def attempt(_: int) -> list[Completion]:
             completions: list[Completion] = await self.policy.generate(prompt_ids, n=n, **options)
             if any(completion.finish == "abort" for completion in completions):
-                raise Unavailable("a completion was cut off by an abort")
+                raise Unavailable("a completion was aborted")
             return completions
 
-        completions = await self.retry.call("completion", once, between=self._restore)
+        completions = await self.retry.call("completion", attempt, between=self._restore)
         for completion in completions:
             check_mode(completion.logprob_mode, options.get("temperature", 1.0))
         return completions
@@ -169,41 +172,41 @@ class ServedPolicy:
     async def converse(
         self, play: Callable[[Chat], Coroutine[Any, Any, T]], **options: Any
     ) -> tuple[Sample, T]:
-        """The sample of one conversation and what `play` made of it; begun anew where it broke off.
+        """Return the sample of one conversation and the result of `play`. Retries start it over.
 
         Raises what `play` raises, and Conflict for logprobs that a trainer cannot use.
         """
 
-        async def once(_: int) -> tuple[Sample, T]:
+        async def attempt(_: int) -> tuple[Sample, T]:
             chat = self.policy.chat(**options)
             outcome = await play(chat)
             sample = chat.sample()
             if sample.aborts:
-                raise Unavailable("a turn was cut off by an abort")
+                raise Unavailable("a turn of the conversation was aborted")
             return sample, outcome
 
-        sample, outcome = await self.retry.call("rollout", once, between=self._restore)
+        sample, outcome = await self.retry.call("rollout", attempt, between=self._restore)
         check_mode(sample.logprob_mode, sample.temperature)
         return sample, outcome
 
     async def _restore(self, error: LockstepError) -> None:
-        """Before another try: a fleet that lost the weights of this run gets them back."""
+        """Publish the weights again before a retry, if the fleet has lost them."""
         if isinstance(error, VersionUnavailable) and self._publisher is not None:
             await self._publisher.ensure()
 
     async def facts(self) -> Mapping[str, Any]:
-        """What the served base model says of itself: its name and how it computes."""
+        """Return the name and the numerics plan of the served base model."""
         bases = [card for card in await self.policy.models() if card.parent is None]
         named = [card for card in bases if card.id == self.model] or bases
         return {"id": named[0].id, "numerics": named[0].numerics} if named else {}
 
 
 def check_mode(mode: str, temperature: float) -> None:
-    """Raises Conflict for raw logprobs of tokens that were not drawn at temperature 1."""
+    """Raise Conflict for raw logprobs of tokens that were not sampled at temperature 1."""
     if mode == "raw" and temperature != 1.0:
         raise Conflict(
-            f"the server reports raw logprobs, and tokens are drawn at temperature {temperature}: "
-            "TRL compares with logprobs at that temperature; start the engine with processed "
-            "logprobs (`--logprobs-mode processed`), or train at temperature 1",
+            f"the server reports raw logprobs, but tokens are sampled at temperature {temperature} "
+            "and TRL computes logprobs at that temperature: start the engine with "
+            "`--logprobs-mode processed`, or train at temperature 1",
             param="temperature",
         )

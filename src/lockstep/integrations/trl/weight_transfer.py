@@ -1,4 +1,4 @@
-"""AsyncGRPOTrainer's weights to a fleet: written, staged, proved and committed as one update."""
+"""Weight updates of an AsyncGRPOTrainer: written, staged, proved and committed by the fleet."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lockstep.tokens.errors import CheckpointError
 class LockstepWeightTransfer:
     """The `weight_transfer` of an AsyncGRPOTrainer.
 
-    `model` is what the trainer was made from. A copy of it on the CPU takes the trainer's tensors
-    by name and computes the probe that workers must reproduce: a tensor that got lost, or went to
-    the wrong place, is found before it is served. With `exact` they must do so bit for bit.
+    `model` is the model that the trainer was created with. A copy of it on the CPU receives the
+    trainer's tensors by name and computes the probe that workers must reproduce, so that a lost or
+    misplaced tensor is found before it is served. With `exact` they must match bit for bit.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LockstepWeightTransfer:
         self._exact = exact
 
     def init_weight_transfer(self) -> None:
-        """Connects and loads the copy. Raises NotExact where this machine cannot be exact."""
+        """Connect and load the copy. Raises NotExact where this machine cannot be exact."""
         from transformers import AutoModelForCausalLM
 
         self._policy.open()
@@ -47,27 +47,27 @@ class LockstepWeightTransfer:
         remember(self._copy)
 
     def pause(self) -> None:
-        """Nothing: workers go on generating until the new weights are proved."""
+        """Do nothing: workers keep generating until the new weights are proved."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Serves these weights, proved. Raises CheckpointError for tensors that do not fit the
-        model, and what the fleet raises."""
+        """Publish these weights. Raises CheckpointError for tensors that do not fit the model, and
+        what the fleet raises."""
         own = dict(self._copy.named_parameters())
-        missing, strange = set(own), []
+        missing, unexpected = set(own), []
         with torch.no_grad():
-            # To its end whatever comes: the other ranks take part in every step of it.
+            # Consume the iterator to its end: the other ranks take part in every step of it.
             for name, tensor in iterator:
                 if name in own and own[name].shape == tensor.shape:
                     own[name].copy_(tensor)
                     missing.discard(name)
                 else:
-                    strange.append(f"{name} {tuple(tensor.shape)}")
-        problems = [f"it does not have {name}" for name in strange[:3]]
-        problems += [f"{name} did not come" for name in sorted(missing)[:3]]
+                    unexpected.append(f"{name} {tuple(tensor.shape)}")
+        problems = [f"unexpected {name}" for name in unexpected[:3]]
+        problems += [f"missing {name}" for name in sorted(missing)[:3]]
         if problems:
             raise CheckpointError(
                 f"the trainer's weights are not those of {self._source}: {'; '.join(problems)}; "
-                "give the model that the trainer was made from"
+                "pass the model that the trainer was created with"
             )
         self._policy.publish(self._save)
 
@@ -75,8 +75,8 @@ class LockstepWeightTransfer:
         save_checkpoint(self._copy, directory, version=version)
 
     def resume(self) -> None:
-        """Nothing: see `pause`."""
+        """Do nothing; see `pause`."""
 
     def destroy(self) -> None:
-        """Ends the connections; the worker has stopped by then."""
+        """Close the connections. TRL has stopped the rollout worker by then."""
         self._policy.close()

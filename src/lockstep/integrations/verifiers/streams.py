@@ -1,7 +1,7 @@
-"""Whole responses as streams, for harnesses that ask for one: every block and item, not only text.
+"""Streams of whole responses for harnesses that request one, with every block and item.
 
-verifiers frames the stream of a whole response itself, but only of one that is a single text: its
-train client generates no other in these dialects.
+verifiers builds such streams itself, but only for a single text, as its own train client generates
+nothing else in these dialects.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Event = tuple[str, dict[str, Any]]
 
 
 def install() -> None:
-    """Has verifiers' dialects frame responses with tools and thinking too."""
-    AnthropicDialect.stream_events = lambda self, raw: _framed(_messages(raw))
-    ResponsesDialect.stream_events = lambda self, raw: _framed(_numbered(_responses(raw)))
+    """Make verifiers' dialects stream responses with tool calls and thinking as well."""
+    AnthropicDialect.stream_events = lambda self, raw: _encode(_messages(raw))
+    ResponsesDialect.stream_events = lambda self, raw: _encode(_number(_responses(raw)))
 
 
-def _framed(events: Iterator[Event]) -> list[bytes]:
+def _encode(events: Iterator[Event]) -> list[bytes]:
     return [
         f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
         for kind, fields in events
@@ -44,7 +44,7 @@ def _messages(raw: dict[str, Any]) -> Iterator[Event]:
 
 
 def _block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """How a block begins, and the deltas that fill it."""
+    """Return the empty block that starts a stream, and the deltas that fill it."""
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":
@@ -81,10 +81,10 @@ def _responses(raw: dict[str, Any]) -> Iterator[Event]:
             )
         yield "response.output_item.done", {"output_index": index, "item": item}
     status = raw.get("status")
-    ended = "response.incomplete" if status == "incomplete" else "response.completed"
-    yield ended, {"response": raw}
+    last = "response.incomplete" if status == "incomplete" else "response.completed"
+    yield last, {"response": raw}
 
 
-def _numbered(events: Iterator[Event]) -> Iterator[Event]:
+def _number(events: Iterator[Event]) -> Iterator[Event]:
     for number, (kind, fields) in enumerate(events):
         yield kind, {"sequence_number": number, **fields}

@@ -1,4 +1,4 @@
-"""The demo: a gateway, two workers and a trainer; one worker is killed midway and comes back."""
+"""The demo: a gateway, two workers and a trainer; one worker is killed midway and restarts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from lockstep.train.config import (
 from lockstep.train.demo.report_page import write_report
 from lockstep.train.demo.view import RunView
 from lockstep.train.loop import Trainer
-from lockstep.train.records.metrics import StepMetrics
 from lockstep.train.records.run_dir import RunDirectory
-from lockstep.train.retry import PASSING
+from lockstep.train.records.step_metrics import StepMetrics
+from lockstep.train.retry import TRANSIENT
 
 Task = Literal["calc", "reverse", "guess"]
 
@@ -51,7 +51,7 @@ LORA_RANK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """The options of a demo. `run_dir` holds no run yet; the report goes there by default."""
+    """The options of a demo. `run_dir` must not hold a run; the report goes there by default."""
 
     run_dir: Path
     task: Task = "calc"
@@ -63,7 +63,7 @@ class Demo:
     group_size: int = 8
     eval_prompts: int = 128
     exact: bool = False
-    """Demands that trainer and workers compute the same bits."""
+    """Require that trainer and workers compute the same bits."""
     worker_args: tuple[str, ...] = ()
     report: Path | None = None
 
@@ -73,7 +73,7 @@ class Demo:
 
     @property
     def config(self) -> TrainConfig:
-        """The run. Learning all weights and learning an adapter want different rates."""
+        """The configuration of the run. An adapter needs a higher learning rate."""
         return TrainConfig(
             model=self.model,
             run_dir=str(self.run_dir),
@@ -97,7 +97,7 @@ class Demo:
 
 @dataclass(frozen=True, slots=True)
 class DemoGateway:
-    """A `lockstep serve` of this demo's own."""
+    """The `lockstep serve` process of the demo."""
 
     url: str
     admin_url: str
@@ -106,26 +106,26 @@ class DemoGateway:
 
 
 async def run_demo(demo: Demo, console: Console) -> tuple[Summary, Path]:
-    """Trains, and returns the summary and the path of the report.
+    """Run the demo and return the summary and the path of the report.
 
-    Raises Conflict for a directory that holds a run already, and EngineFailure when the fleet
-    does not start or does not come back.
+    Raises Conflict for a directory that already holds a run, and EngineFailure when the fleet does
+    not start or the killed worker does not return.
     """
-    config = demo.config  # both before anything is started
+    config = demo.config  # checked, as the directory is, before anything is started
     RunDirectory(demo.run_dir).start()
     kinds = " with a LoRA adapter" if demo.lora else ""
     title = f"Lockstep demo: {demo.task} on {demo.model}{kinds}, {WORKERS} workers"
     with RunView(console, title, demo.steps) as view:
         view.phase(f"starting a gateway and {WORKERS} workers")
-        async with serving(demo) as served:
-            victim = Victim(demo, served.workers[-1])
+        async with serve(demo) as gateway:
+            victim = Victim(demo, gateway.workers[-1])
             tail = EventTail(demo.run_dir / EVENTS, view)
             following = asyncio.create_task(tail.follow())
             trainer = Trainer(
                 config,
-                policy_url=served.url,
-                admin_url=served.admin_url,
-                admin_token=served.token,
+                policy_url=gateway.url,
+                admin_url=gateway.admin_url,
+                admin_token=gateway.token,
             )
 
             def on_step(step: StepMetrics) -> None:
@@ -137,11 +137,11 @@ async def run_demo(demo: Demo, console: Console) -> tuple[Summary, Path]:
             try:
                 view.phase("scoring held-out prompts")
                 result = await trainer.run(on_step=on_step)
-                view.phase("waiting until all workers agree")
-                await victim.dead()
-                versions = await _agreed(demo, served, result.version)
+                view.phase("waiting until all workers serve the last version")
+                await victim.wait_killed()
+                versions = await _wait_agreed(demo, gateway, result.version)
             finally:
-                victim.spare()
+                victim.cancel()
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
                 tail.read()
@@ -161,16 +161,16 @@ class Victim:
         self._task: asyncio.Task[None] | None = None
 
     def after(self, step: StepMetrics) -> None:
-        """Called after each step; after the right one, its end is near."""
+        """Schedule the kill after the middle step, to happen during its next rollouts."""
         if step.step == self._step and self._task is None:
             self._task = asyncio.create_task(self._kill(step.time_rollout / 2))
 
-    async def dead(self) -> None:
-        """Returns when it was killed; at once if its time did not come."""
+    async def wait_killed(self) -> None:
+        """Wait until the worker was killed, if the kill is scheduled."""
         if self._task is not None:
             await self._task
 
-    def spare(self) -> None:
+    def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
@@ -182,14 +182,14 @@ class Victim:
 
 
 @asynccontextmanager
-async def serving(demo: Demo) -> AsyncIterator[DemoGateway]:
-    """`lockstep serve`, as anybody would start it, while the block runs; its log is in the run."""
+async def serve(demo: Demo) -> AsyncIterator[DemoGateway]:
+    """Run `lockstep serve` within the block; its log is in the run directory."""
     log = demo.run_dir / "serve.log"
     token = secrets.token_urlsafe(32)
     environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
-            # ends with this process: a demo that is killed leaves nothing behind
+            # ends with this process, even if the demo is killed
             sys.executable, "-P", "-m", "lockstep.cli.parent_death", str(os.getpid()),
             "serve", demo.model, "--workers", str(WORKERS), "--json",
             "--port", "0", "--admin-port", "0", "--sessions", "memory",
@@ -197,16 +197,16 @@ async def serving(demo: Demo) -> AsyncIterator[DemoGateway]:
             "--worker-args", shlex.join(demo.worker_args),
             stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=errors,
             env={**environ, PREFIX + "ADMIN_TOKEN": token},
-            start_new_session=True,  # Ctrl-C is for this process, which then stops that one
+            start_new_session=True,  # Ctrl-C reaches only this process, which then stops that one
         )  # fmt: skip
     try:
-        ready = await _ready(process, log)
+        ready = await _wait_ready(process, log)
         yield DemoGateway(ready["url"], ready["admin_url"], token, ready["workers"])
     finally:
         await _stop(process)
 
 
-async def _ready(process: Process, log: Path) -> Row:
+async def _wait_ready(process: Process, log: Path) -> Row:
     if process.stdout is None:
         raise EngineFailure("the output of lockstep serve cannot be read")
     try:
@@ -217,7 +217,7 @@ async def _ready(process: Process, log: Path) -> Row:
             f"lockstep serve was not ready after {START_SECONDS:g} s: see {log}"
         ) from None
     if not line:
-        with suppress(TimeoutError):  # it has closed its output and is about to end
+        with suppress(TimeoutError):  # it has closed its output and is about to exit
             async with asyncio.timeout(STOP_SECONDS):
                 await process.wait()
         raise EngineFailure(f"lockstep serve ended before it was ready: {_last_lines(log)} ({log})")
@@ -226,7 +226,7 @@ async def _ready(process: Process, log: Path) -> Row:
 
 
 async def _stop(process: Process) -> None:
-    """SIGTERM, and SIGKILL for a gateway that does not end; its workers end with it."""
+    """Terminate the gateway, and kill it after STOP_SECONDS. Its workers end with it."""
     with suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -237,42 +237,42 @@ async def _stop(process: Process) -> None:
         await process.wait()
 
 
-async def _agreed(demo: Demo, served: DemoGateway, last: str) -> dict[str, str]:
-    """What each worker itself says it serves, when that is the `last` version for all of them.
+async def _wait_agreed(demo: Demo, gateway: DemoGateway, last: str) -> dict[str, str]:
+    """Wait until every worker reports that it serves version `last`; return these reports.
 
-    Raises EngineFailure if it never is. The trainer writes down who comes back while it runs; after
-    that it is written here.
+    Raises EngineFailure after BACK_SECONDS. During the run the trainer records workers that return;
+    afterwards they are recorded here.
     """
-    versions: dict[str, str | None] = _away(demo.run_dir)
-    async with RemoteFleet(served.admin_url, token=served.token) as fleet:
+    versions: dict[str, str | None] = _lost_workers(demo.run_dir)
+    async with RemoteFleet(gateway.admin_url, token=gateway.token) as fleet:
         with suppress(TimeoutError):
             async with asyncio.timeout(BACK_SECONDS):
                 while True:
                     for row in (await fleet.state())["workers"]:
-                        worker, was_away = row["id"], versions.get(row["id"], "") is None
+                        worker, was_lost = row["id"], versions.get(row["id"], "") is None
                         version = await _version(demo, row) if row["state"] == "serving" else None
-                        if was_away and version is not None:
+                        if was_lost and version is not None:
                             RunDirectory(demo.run_dir).event(
                                 "worker_back", worker=worker, version=version
                             )
                         versions[worker] = version
-                    known = {worker: each for worker, each in versions.items() if each is not None}
-                    right = [each for each in known.values() if _is_of(each, last)]
-                    if right and len(right) == len(versions):
-                        return known
+                    served = {name: own for name, own in versions.items() if own is not None}
+                    newest = [label for label in served.values() if _is_of(label, last)]
+                    if newest and len(newest) == len(versions):
+                        return served
                     await asyncio.sleep(TAIL_SECONDS)
     raise EngineFailure(f"not all workers served {last!r} within {BACK_SECONDS:g} s: {versions}")
 
 
 def _is_of(label: str, version: str) -> bool:
-    """Whether tokens under `label` come from that version, of the weights or of the adapter."""
+    """Whether `label` is that version of the weights or of the adapter."""
     parts = VersionLabel.parse(label)
-    # An adapter's contents are named by their version and a digest after it.
+    # The label of an adapter has its version, followed by a digest.
     return label == version or (parts.contents or "").rpartition(".")[0] == version
 
 
-def _away(run_dir: Path) -> dict[str, str | None]:
-    """The workers that were lost and, as far as is written down, not back yet."""
+def _lost_workers(run_dir: Path) -> dict[str, str | None]:
+    """Return the workers that were lost and have not returned, according to the events."""
     last: dict[str, str] = {}
     for line in (run_dir / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
@@ -282,8 +282,8 @@ def _away(run_dir: Path) -> dict[str, str | None]:
 
 
 async def _version(demo: Demo, row: Row) -> str | None:
-    """The weights that a worker serves, or the adapter on them; None when it does not say."""
-    with suppress(*PASSING):
+    """Return the version of the weights or the adapter that a worker serves, or None."""
+    with suppress(*TRANSIENT):
         async with connect(row["url"], tokenizer=demo.model, retries=0) as policy:
             for card in await policy.models():
                 if (card.parent is not None) == demo.lora:
@@ -292,7 +292,7 @@ async def _version(demo: Demo, row: Row) -> str | None:
 
 
 class EventTail:
-    """Shows what happens besides the steps, whoever writes it down."""
+    """Shows the events of a run, read from its file."""
 
     def __init__(self, path: Path, view: RunView) -> None:
         self._path = path
@@ -305,7 +305,7 @@ class EventTail:
             await asyncio.sleep(TAIL_SECONDS)
 
     def read(self) -> None:
-        """Shows what is new."""
+        """Show new events."""
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:

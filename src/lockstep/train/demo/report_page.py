@@ -15,7 +15,7 @@ from lockstep.dashboard.static_files import shared_script, shared_style
 from lockstep.run_record import Row, Run, Summary, describe, figure
 
 SAMPLE_BYTES = 2_400_000
-"""Room for the samples; the page with everything else stays under 3 MB."""
+"""Maximum size of the samples, so that the page stays under 3 MB."""
 
 HONEST = (
     "The starting checkpoint was first trained to solve this task, then trained for a while to "
@@ -23,13 +23,18 @@ HONEST = (
     "on purpose. The curve shows that the machinery works from end to end; it does not show the "
     "discovery of a new skill."
 )
-"""What a reader must know of the bundled models before they believe a curve."""
+"""A note on the bundled models, without which the curves would mislead."""
 
 BUNDLED = ("tiny", "tiny-moe")
 
 
 def write_report(directory: str | Path, path: str | Path | None = None) -> Path:
-    """Writes the page of the run in `directory`, by default into it, and returns its path."""
+    """Write the report of the run in `directory` and return its path.
+
+        write_report("runs/reverse")
+
+    `path` defaults to report.html in the directory.
+    """
     target = Path(path) if path is not None else Path(directory) / "report.html"
     page = render(Run.read(directory))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +43,7 @@ def write_report(directory: str | Path, path: str | Path | None = None) -> Path:
 
 
 def render(run: Run) -> str:
-    """The whole page. Text of the run reaches it escaped, or as data that is never HTML."""
+    """Return the page. Text of the run is escaped, or embedded as JSON that is never HTML."""
     summary = run.summary()
     template = files("lockstep.train.demo").joinpath("report_page.html").read_text("utf-8")
     title = f"{task_of(run)} on {run.about.get('model', 'an unnamed model')}"
@@ -61,7 +66,7 @@ def render(run: Run) -> str:
 
 
 def task_of(run: Run) -> str:
-    """The name of the task, as the run's configuration or its samples give it."""
+    """Return the name of the task, from the configuration of the run or its samples."""
     return str(run.about.get("env") or (run.samples or [{}])[0].get("env") or "training run")
 
 
@@ -84,15 +89,15 @@ def _tiles(run: Run, summary: Summary) -> Iterable[str]:
     before, after = summary.reward_before, summary.reward_after
     if before is not None and after is not None:
         yield _tile("Held-out reward", f"{before:.2f} → {after:.2f}",
-                    "before and after, on prompts never trained on", after > before)  # fmt: skip
+                    "before and after training, on held-out prompts", after > before)  # fmt: skip
     else:
         first, last = run.steps[0]["reward"], run.steps[-1]["reward"]
         yield _tile("Training reward", f"{first:.2f} → {last:.2f}", "first and last step", None)
     yield _mismatch(summary)
     yield _tile("Masked tokens", figure(100 * summary.masked) + (" %" if summary.masked else ""),
-                "sampled tokens the loss had to ignore", summary.masked == 0)  # fmt: skip
+                "sampled tokens left out of the loss", summary.masked == 0)  # fmt: skip
     yield _tile("Prefix breaks", figure(summary.breaks),
-                "turns whose prompt lost the ids before it", summary.breaks == 0)  # fmt: skip
+                "prompts that did not extend the previous ids", summary.breaks == 0)  # fmt: skip
     served = ", ".join(sorted(set(summary.versions.values()))) or "unknown"
     yield _tile("Weights at the end", served,
                 f"{'the same' if summary.agreed else 'not the same'} on "
@@ -103,14 +108,14 @@ def _tiles(run: Run, summary: Summary) -> Iterable[str]:
                 "median: rollout, training and verified update", None)  # fmt: skip
     if summary.skipped:
         yield _tile("Skipped steps", figure(summary.skipped),
-                    "nothing to learn from: the weights stayed as they were", None)  # fmt: skip
-    yield _tile("Aborted answers", figure(summary.aborts),
-                "kept with their tokens, not trained on", None)  # fmt: skip
+                    "no token to learn from: the weights did not change", None)  # fmt: skip
+    yield _tile("Aborted turns", figure(summary.aborts),
+                "stored with their tokens, but not trained on", None)  # fmt: skip
 
 
 def _mismatch(summary: Summary) -> str:
     if summary.close_bound is not None:
-        note = f"{summary.mismatch}; allowed is {summary.close_bound:g}"
+        note = f"{summary.mismatch}; limit {summary.close_bound:g}"
         return _tile("Mismatch", figure(summary.max_difference), note, summary.near)
     if summary.mismatch_kl == 0:
         return _tile("Mismatch KL", "exactly 0", "trainer and engine agree bit for bit", True)
@@ -119,8 +124,8 @@ def _mismatch(summary: Summary) -> str:
 
 
 def _tile(name: str, value: str, note: str, good: bool | None) -> str:
-    mark = {True: '<span class="mark good" title="as it should be">✓</span>',
-            False: '<span class="mark bad" title="not as it should be">✗</span>',
+    mark = {True: '<span class="mark good" title="good">✓</span>',
+            False: '<span class="mark bad" title="bad">✗</span>',
             None: ""}[good]  # fmt: skip
     return (
         f'<div class="tile"><div class="name">{escape(name)}{mark}</div>'
@@ -133,7 +138,7 @@ def _events(run: Run) -> str:
         f"<li><time>{float(event['time']) - run.start:.1f} s</time>{escape(describe(event))}</li>"
         for event in shown_events(run)
     ]
-    return "".join(rows) or "<li>nothing happened besides the updates</li>"
+    return "".join(rows) or "<li>no events besides the updates</li>"
 
 
 def _config(about: Row) -> str:
@@ -157,6 +162,6 @@ def _payload(run: Run) -> Row:
 
 
 def _script(payload: Row) -> str:
-    """JSON that can stand inside a script element whatever strings it holds."""
+    """Return JSON that is safe inside a script element, whatever strings it contains."""
     text = json.dumps(payload, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""A training run on the terminal: one panel that lives, or plain lines where there is none."""
+"""A training run on the terminal: a live panel, or plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class RunView:
             self._live.stop()
 
     def phase(self, doing: str) -> None:
-        """What happens between the steps."""
+        """Show what happens between steps."""
         self._phase = doing
         if self._live is None:
             self._print(doing)
 
     def step(self, metrics: Row) -> None:
-        """A step as it stands in metrics.jsonl."""
+        """Show a step, a row of metrics.jsonl."""
         self._rows.append(metrics)
         self._phase = "training"
         self.workers(metrics.get("workers") or self._workers)
@@ -71,11 +71,11 @@ class RunView:
             self._print(step_line(metrics, self._steps))
 
     def workers(self, workers: Sequence[Row]) -> None:
-        """What each worker serves now: rows with id, version and state."""
+        """Set what each worker serves: rows with id, version and state."""
         self._workers = list(workers)
 
     def event(self, event: Row) -> None:
-        """Something that happened, as it stands in events.jsonl."""
+        """Show an event, a row of events.jsonl."""
         if event["kind"] == "numerics":
             self._close = event["mode"] == "close"
         colour = {"worker_killed": "red", "worker_lost": "red", "worker_back": "green",
@@ -87,7 +87,7 @@ class RunView:
             self._print(f"  {monotonic() - self._begun:5.1f} s  {describe(event)}")
 
     def render(self) -> Panel:
-        """The panel as it is now."""
+        """Return the current panel."""
         step = self._rows[-1]["step"] if self._rows else 0
         parts: list[RenderableType] = [self._progress(step)]
         if self._rows:
@@ -164,14 +164,14 @@ class RunView:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The newest `width` values as blocks, the lowest block at 0 and the highest at 1 or above."""
+    """Return the newest `width` values as blocks: the lowest is 0, the highest 1 or the maximum."""
     top = max([1.0, *values])
     scaled = (max(0.0, value) / top * (len(BLOCKS) - 1) for value in values[-width:])
     return "".join(BLOCKS[round(value)] for value in scaled)
 
 
 def step_line(row: Row, steps: int) -> str:
-    """A step in one line of under 80 columns."""
+    """Return a step as one line of less than 80 columns."""
     workers = row.get("workers", ())
     serving = sum(worker["state"] == "serving" for worker in workers)
     return (
@@ -182,7 +182,7 @@ def step_line(row: Row, steps: int) -> str:
 
 
 def times(row: Row) -> str:
-    """Where the time of a step went."""
+    """Return the durations of the phases of a step."""
     parts = [
         f"{name} {float(row[key]):.2f}"
         for name in ("rollout", "train", "save", "update")

@@ -1,1 +1,1 @@
-"""Environments: the protocol, the bundled tasks, and those of `verifiers`."""
+"""Environments: the protocol, the bundled tasks, and coding agents run as programs."""

@@ -1,4 +1,4 @@
-"""Runs a command with a clean environment and a time limit, and leaves no process of it behind."""
+"""Runs a command with a clean environment and a time limit, and kills all of its processes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from typing import Any
 from lockstep.tokens.errors import BadRequest
 
 MARK = "LOCKSTEP_ROLLOUT"
-"""Every process of a rollout inherits it: those that left its group are found by it."""
+"""Environment variable by which the processes of a rollout are found, even outside its group."""
 TERM_SECONDS = 2.0
-TAIL = 4000
+TAIL_BYTES = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How a command ended: its exit status, None when it was stopped; whether its time had run out;
-    and the end of what it wrote."""
+    """How a command ended.
+
+    `status` is None when it was stopped, `late` is true when it timed out, and `output` is the end
+    of its output.
+    """
 
     status: int | None
     late: bool
@@ -40,12 +43,12 @@ async def run_command(
     seconds: float,
     stop: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> ProcessEnd:
-    """Runs a command to its end in `directory`; it is stopped after `seconds`, or when `stop` ends.
+    """Run a command in `directory`; stop it after `seconds`, or when `stop` returns.
 
-    It sees `environment` and nothing else, writes to `log`, and when this returns or is cancelled
-    none of its processes is left. Raises BadRequest when there is no such command.
+    The command gets only the variables of `environment` and writes to `log`. When this returns or
+    is cancelled, all of its processes are dead. Raises BadRequest when there is no such command.
     """
-    # To a file and not a pipe: what it left behind would keep a pipe open.
+    # A file and not a pipe: a process that outlives the command would keep a pipe open.
     with log.open("wb") as output:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -59,8 +62,8 @@ async def run_command(
             )
         except OSError as error:
             raise BadRequest(
-                f"{command[0]!r} cannot be started: {error.strerror or error}; the PATH it is "
-                f"looked for in is {environment.get('PATH')!r}",
+                f"{command[0]!r} cannot be started: {error.strerror or error}; its PATH is "
+                f"{environment.get('PATH')!r}",
                 param="env.options",
             ) from None
     running = asyncio.ensure_future(process.wait())
@@ -70,14 +73,14 @@ async def run_command(
             [running, *stopping], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )
         status = running.result() if running in ended else None
-        for each in ended.intersection(stopping):
-            each.result()
+        for task in ended.intersection(stopping):
+            task.result()
         if status is None:
             _signal(process.pid, signal.SIGTERM)
             await asyncio.wait([running], timeout=TERM_SECONDS)
     finally:
-        for each in stopping:
-            each.cancel()
+        for task in stopping:
+            task.cancel()
         _signal(process.pid, signal.SIGKILL)
         _kill_marked(mark)
         await running
@@ -90,11 +93,11 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kills what left the group of the command, as the shells of some agents do."""
+    """Kill processes that left the group of the command, as the shells of some agents do."""
     if sys.platform != "linux":
         return
     needle = f"{MARK}={mark}".encode()
-    # Again until there is none: one may have started another while the others were looked at.
+    # Repeated, because a process may start another one during the scan.
     for _ in range(10):
         pids = [pid for pid in _pids() if needle in _environment(pid)]
         if not pids:
@@ -109,7 +112,7 @@ def _pids() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    # A process that ended or is another user's is none of ours.
+    # A process that has ended, or belongs to another user, is not one of ours.
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
@@ -117,5 +120,5 @@ def _environment(pid: int) -> list[bytes]:
 
 def _tail(log: Path) -> str:
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL))
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace")

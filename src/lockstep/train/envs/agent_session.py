@@ -1,4 +1,4 @@
-"""Sessions of a gateway that agents play in: minted for one rollout, with a key and a budget."""
+"""Gateway sessions for agents: minted for one rollout, with a key and a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_SECONDS = 30.0
 
 @runtime_checkable
 class SessionFleet(Protocol):
-    """What sessions need of a control plane; `lockstep.fleet.remote.RemoteFleet` is one."""
+    """The session calls of a control plane. `lockstep.fleet.remote.RemoteFleet` implements them."""
 
     async def mint_session(self, **options: Any) -> MintedSession: ...
 
@@ -38,7 +38,7 @@ class SessionFleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """A session as an agent reaches it. `base_url` ends in /v1, `url` is the same without it."""
+    """The session of one agent. `base_url` ends in /v1, `url` is the same without it."""
 
     id: str
     url: str
@@ -51,34 +51,36 @@ class AgentSession:
         return f"{self.url}/v1"
 
     async def wait_end(self) -> None:
-        """Returns when the session has ended, by whatever."""
+        """Wait until the session has ended for any reason."""
         while (await self.fleet.wait_session(self.id, seconds=WAIT_SECONDS))["ended"] is None:
             pass
 
     async def budget_used(self) -> str | None:
-        """Which part of its budget ended the session: calls, tokens or seconds; None for none."""
+        """Return the budget that ended the session (calls, tokens or seconds), or None."""
         ended = (await self.fleet.wait_session(self.id, seconds=0))["ended"]
         return None if ended is None or ended["by"] in ("finish", "harness") else ended["by"]
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSessions:
-    """Opens sessions at the gateway of `url`, by its control plane, for the model of that name."""
+    """Opens sessions for `model` at the gateway `url`, through its control plane."""
 
     url: str
     model: str
     fleet: SessionFleet
 
     async def open(self, **budget: Any) -> AgentSession:
-        """A new session; `budget` is seconds, max_calls and max_tokens. Raises what minting does,
-        Busy when there may not be one more."""
+        """Open a session; `budget` may have seconds, max_calls and max_tokens.
+
+        Raises what minting a session raises, such as Busy when there are too many.
+        """
         minted = await self.fleet.mint_session(**budget)
         url = self.url.rstrip("/") + minted.base_path.removesuffix("/v1")
         return AgentSession(minted.id, url, minted.key, self.model, self.fleet)
 
 
 def agent_sessions(url: str, policy: Policy, fleet: object) -> AgentSessions | None:
-    """Where the agents of a run play; None when its fleet cannot begin sessions."""
+    """Return the opener of sessions for a run; None when its fleet has no sessions."""
     if policy.model is None or not isinstance(fleet, SessionFleet):
         return None
     return AgentSessions(url, policy.model, fleet)

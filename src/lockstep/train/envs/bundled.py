@@ -1,7 +1,7 @@
 """The bundled environments: reverse digits, a calculator tool in two turns, a guessing game.
 
-Prompts are those that the bundled models know. Rewards give credit for parts, so that a group whose
-rollouts all fail can still say which of them failed less.
+The bundled models were trained on these prompts. Rewards give partial credit, so that a group whose
+rollouts all fail still has a gradient.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lockstep.train.envs.environment import Environment, Player, Reward, Split, Task
+from lockstep.train.envs.environment import Environment, Reward, RolloutContext, Split, Task
 
 HELD_OUT = 5
-"""One task in so many is held out, chosen by its contents."""
+"""One task in HELD_OUT is held out for evaluation, chosen by a checksum of its contents."""
 CALC_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -43,30 +43,32 @@ def held_out(contents: str) -> bool:
     return zlib.crc32(contents.encode()) % HELD_OUT == 0
 
 
-def _draw(split: Split, seed: int, name: str, one: Callable[[random.Random], str]) -> Iterator[str]:
+def _draw(
+    split: Split, seed: int, name: str, draw: Callable[[random.Random], str]
+) -> Iterator[str]:
     rng = random.Random(f"{name} {split} {seed}")
     while True:
-        contents = one(rng)
+        contents = draw(rng)
         if held_out(contents) == (split == "eval"):
             yield contents
 
 
 class Reverse:
-    """Give the digits of a string in reverse order. Half of the credit is for digits in place."""
+    """Reverse the digits of a string. Up to half of the reward is for digits in place."""
 
     def __init__(self, min_digits: int = 3, max_digits: int = 8) -> None:
         self._lengths = min_digits, max_digits
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        def one(rng: random.Random) -> str:
+        def draw(rng: random.Random) -> str:
             return "".join(rng.choices("0123456789", k=rng.randint(*self._lengths)))
 
-        for digits in _draw(split, seed, "reverse", one):
+        for digits in _draw(split, seed, "reverse", draw):
             message = {"role": "user", "content": f"Reverse: {digits}"}
             yield Task((message,), facts={"answer": digits[::-1]})
 
-    async def play(self, task: Task, player: Player) -> Reward:
-        turn = await player.chat(task).send(list(task.messages))
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
+        turn = await context.chat(task).send(list(task.messages))
         right = task.facts["answer"]
         solved = turn.finish == "stop" and turn.text == right
         pairs = zip(turn.text, right, strict=False)
@@ -77,9 +79,9 @@ class Reverse:
 
 
 class Calc:
-    """Answer a sum by calling the calc tool, in two turns; solved only if the tool was called.
+    """Answer a calculation by calling the calc tool, in two turns; solved only with a tool call.
 
-    A fifth of the credit is for a call, another for the right expression. `schema` puts the tool's
+    0.2 of the reward is for a call, another 0.2 for the right expression. `schema` puts the tool's
     schema into the prompt.
     """
 
@@ -87,16 +89,16 @@ class Calc:
         self._tools = (CALC_TOOL,) if schema else ()
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        def one(rng: random.Random) -> str:
+        def draw(rng: random.Random) -> str:
             return f"{rng.randint(10, 999)} {rng.choice('+-*')} {rng.randint(10, 999)}"
 
-        for expression in _draw(split, seed, "calc", one):
+        for expression in _draw(split, seed, "calc", draw):
             message = {"role": "user", "content": f"What is {expression}?"}
             facts = {"expression": expression, "answer": evaluate(expression)}
             yield Task((message,), self._tools, facts)
 
-    async def play(self, task: Task, player: Player) -> Reward:
-        chat = player.chat(task, call_tools=[CALC_TOOL])
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
+        chat = context.chat(task, call_tools=[CALC_TOOL])
         turn = await chat.send(list(task.messages))
         calls = turn.tool_calls
         if len(calls) != 1 or calls[0].name != "calc":
@@ -110,7 +112,7 @@ class Calc:
 
 
 class Guess:
-    """Find a number from 0 to 99 in seven guesses; half of the credit is for heeding the hints."""
+    """Find a number from 0 to 99 in seven guesses; up to half of the reward is for using hints."""
 
     TURNS = 7
 
@@ -119,8 +121,8 @@ class Guess:
         for secret in _draw(split, seed, "guess", lambda rng: str(rng.randint(0, 99))):
             yield Task((message,), facts={"secret": int(secret)})
 
-    async def play(self, task: Task, player: Player) -> Reward:
-        chat, secret = player.chat(task), task.facts["secret"]
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
+        chat, secret = context.chat(task), task.facts["secret"]
         low, high, heeded = 0, 99, 0
         turn = await chat.send(list(task.messages))
         for count in range(1, self.TURNS + 1):
@@ -145,7 +147,7 @@ BUNDLED: dict[str, Callable[..., Environment]] = {"reverse": Reverse, "calc": Ca
 
 
 def evaluate(expression: str) -> str:
-    """The value of "a + b", "a - b" or "a * b" as text. Raises ValueError otherwise."""
+    """Return the value of "a + b", "a - b" or "a * b" as text. Raises ValueError otherwise."""
     match = _EXPRESSION.fullmatch(expression)
     if match is None:
         raise ValueError(f"not an expression of two numbers: {expression!r}")
@@ -153,7 +155,7 @@ def evaluate(expression: str) -> str:
 
 
 def run_calc(arguments: Any) -> tuple[str, str | None]:
-    """The tool's result and the expression of the call; "error" and None for a bad call."""
+    """Return the tool's result and the expression of the call; "error" and None for a bad call."""
     try:
         call = json.loads(arguments) if isinstance(arguments, str) else arguments
         return evaluate(call["expression"]), call["expression"]

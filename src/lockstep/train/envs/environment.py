@@ -1,4 +1,4 @@
-"""The protocol of environments: tasks to play, and a reward for how a policy played one."""
+"""The protocol of environments: a source of tasks, and a reward for each rollout."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lockstep.train.failure import from_env
 
 Split = Literal["train", "eval"]
 CHAT_STRIDE = TURN_STRIDE << 20
-"""How far the seeds of a rollout's conversations are apart: further than any has turns."""
+"""Distance between the seeds of a rollout's conversations, larger than any number of turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do: the messages that open it, its tools, and what its judge must know."""
+    """One task: the messages that open it, its tools, and facts for computing the reward."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -33,9 +33,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """How well it went: `value` is what is learnt from, `solved` what people count.
+    """The reward of a rollout: `value` is learnt from, `solved` is counted in reports.
 
-    `failure` says why the rollout is not one to learn from: it is left out of its group.
+    A rollout with a `failure` is not learnt from and is left out of its group.
     """
 
     value: float
@@ -44,8 +44,13 @@ class Reward:
     failure: str | None = None
 
 
-class Player:
-    """The policy of one rollout: opens conversations and sessions, and keeps their samples."""
+class RolloutContext:
+    """The policy within one rollout: opens conversations and sessions.
+
+        turn = await context.chat(task).send("What is 2 + 2?")
+
+    Every conversation and session becomes a sample that is learnt from.
+    """
 
     def __init__(
         self,
@@ -55,8 +60,8 @@ class Player:
         train_aborted: bool = False,
         **options: Any,
     ) -> None:
-        """`options` hold for every turn: seed, temperature, max_tokens and the like. `sessions` are
-        where agents play, None where no control plane can mint them."""
+        """`options` apply to every turn: seed, temperature, max_tokens and so on. `sessions` opens
+        sessions for agents; None where no control plane can mint them."""
         self.policy = policy
         self.chats: list[Chat] = []
         self.options = options
@@ -65,10 +70,10 @@ class Player:
         self._agent_samples: list[Sample] = []
 
     def chat(self, task: Task | None = None, **options: Any) -> Chat:
-        """A new conversation that will be learnt from, by default with the tools of the task."""
+        """Open a conversation to learn from, by default with the tools of the task."""
         merged = {**self.options, **options}
         if merged.get("seed") is not None:
-            # Turns go up from the seed: a second conversation must not repeat the first's draws.
+            # Turn i uses seed + i: a second conversation must not repeat the draws of the first.
             merged["seed"] += CHAT_STRIDE * len(self.chats)
         tools = list(task.tools) if task is not None and task.tools else None
         chat = self.policy.chat(**{"tools": tools, "breaks": TRAINER_BREAKS, **merged})
@@ -76,15 +81,15 @@ class Player:
         return chat
 
     async def open_session(self, **budget: Any) -> AgentSession:
-        """A session for a program that samples by itself; see AgentSessions.open.
+        """Open a session for a program that sends its own requests; see AgentSessions.open.
 
-        Its turns are sampled as the program asks for, not with this rollout's options. Raises
-        BadRequest where there is no control plane for it.
+        Its turns are sampled with the program's options, not with this rollout's. Raises BadRequest
+        without a control plane.
         """
         if self._sessions is None:
             raise BadRequest(
-                "agents play in sessions of a gateway, and this run has no control plane that "
-                "begins them: use `lockstep serve` or `lockstep gateway`, and serve.admin_url",
+                "this environment needs gateway sessions, but the run has no control plane that "
+                "opens them: use `lockstep serve` or `lockstep gateway`, and set serve.admin_url",
                 param="serve.admin_url",
             )
         return await self._sessions.open(**budget)
@@ -97,23 +102,23 @@ class Player:
         kinds: Sequence[str] | None = None,
         weights: str | None = None,
     ) -> None:
-        """Finishes a session with its reward and takes the samples of its branches."""
+        """Finish a session with its reward and collect the samples of its branches."""
         await session.fleet.finish_session(session.id, reward)
         self._agent_samples += await session.fleet.samples(
             session.id, train_aborted=self._train_aborted, kinds=kinds, weights=weights
         )
 
     async def drop_session(self, session: AgentSession) -> None:
-        """Forgets a session of which nothing is to be learnt; as well as it can."""
+        """End a session whose samples are not needed, ignoring errors of the control plane."""
         with suppress(LockstepError):
             await session.fleet.end_session(session.id)
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
-        """Adds samples of conversations that a program had with the policy by itself."""
+        """Add samples of conversations that were not opened through this context."""
         self._agent_samples += samples
 
     def samples(self, *, train_aborted: bool) -> list[Sample]:
-        """One sample for every branch of every conversation in which something was sampled."""
+        """Return one sample for every branch with sampled tokens of every conversation."""
         return [
             *(
                 sample
@@ -132,51 +137,62 @@ class Player:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Two methods. Instances are made with the options of the config's [env.options]."""
+    """An environment: a source of tasks, and rollouts with a reward.
+
+        class Agree:
+            def tasks(self, split, seed):
+                while True:
+                    yield Task(({"role": "user", "content": "Say yes."},))
+
+            async def rollout(self, task, context):
+                turn = await context.chat(task).send(list(task.messages))
+                return Reward(float("yes" in turn.text), turn.text == "yes")
+
+    [env.options] of the configuration are the arguments of its constructor.
+    """
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Tasks without end, always the same for a seed; no task of "eval" is one of "train"."""
+        """Yield tasks without end, always the same for a seed. No "eval" task is a "train" task."""
         ...
 
-    async def play(self, task: Task, player: Player) -> Reward:
-        """Has the conversation and judges it. Raises what the policy raises: it is retried."""
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
+        """Run one rollout and return its reward. Transient errors of the policy are retried."""
         ...
 
 
 def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
-    """The environment of that name, made with `options`. Raises BadRequest that says what is wrong.
+    """Create the environment `name` with `options`. Raises BadRequest that says what is wrong.
 
-    A name is one of the bundled ones, "harness", "verifiers:NAME", or an import path
-    "package.module:Class".
+    A name is reverse, calc, guess, harness, verifiers:NAME, or an import path package.module:Class.
     """
     from lockstep.train.envs.bundled import BUNDLED
 
     keywords = dict(options or {})
     if name.startswith("verifiers:"):
-        return _of_verifiers(name.partition(":")[2], keywords)
+        return _load_verifiers(name.partition(":")[2], keywords)
     if name == "harness":
         from lockstep.train.envs.harness import Harness
 
         return Harness(**keywords)
-    made = BUNDLED.get(name) or _imported(name, sorted(BUNDLED))
-    with from_env(name, "when it was made"):
+    factory = BUNDLED.get(name) or _import(name, sorted(BUNDLED))
+    with from_env(name, "in its constructor"):
         try:
-            environment = made(**keywords)
+            environment = factory(**keywords)
         except TypeError as error:
             raise BadRequest(
-                f"env {name!r} does not take {keywords}: {error}", param="env.options"
+                f"env {name!r} does not accept the options {keywords}: {error}", param="env.options"
             ) from None
     if not isinstance(environment, Environment):
         raise BadRequest(
-            f"env {name!r} made a {type(environment).__name__} without tasks and play",
+            f"env {name!r} is a {type(environment).__name__} without the methods tasks and rollout",
             param="env.name",
         )
     return environment
 
 
-def _of_verifiers(name: str, options: dict[str, Any]) -> Environment:
+def _load_verifiers(name: str, options: dict[str, Any]) -> Environment:
     try:
-        # By its name, as any environment from outside: it stands on this package, not under it.
+        # Imported by name: integrations are a layer above this package.
         integration = importlib.import_module("lockstep.integrations.verifiers")
     except ImportError as error:
         raise BadRequest(
@@ -188,16 +204,15 @@ def _of_verifiers(name: str, options: dict[str, Any]) -> Environment:
     return environment
 
 
-def _imported(name: str, bundled: Sequence[str]) -> Any:
+def _import(name: str, bundled: Sequence[str]) -> Any:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise BadRequest(
-            f"env {name!r} is not known: expected one of {', '.join(bundled)}, harness, "
-            "verifiers:NAME, or "
-            "an import path like package.module:Class",
+            f"env {name!r} does not exist: expected one of {', '.join(bundled)}, harness, "
+            "verifiers:NAME, or an import path package.module:Class",
             param="env.name",
         )
-    with from_env(name, "when it was imported"):
+    with from_env(name, "on import"):
         try:
             imported = importlib.import_module(module)
         except ImportError as error:
@@ -209,15 +224,16 @@ def _imported(name: str, bundled: Sequence[str]) -> Any:
 
 
 def check_reward(reward: object) -> Reward:
-    """What `play` returned, if one can learn from it. Raises RolloutFailed."""
+    """Return the reward of `rollout`. Raises RolloutFailed unless it is a finite Reward."""
     if not isinstance(reward, Reward):
         raise RolloutFailed(
-            f"play returned {str(reward)[:80]!r}, a {type(reward).__name__}: expected "
+            f"rollout returned {str(reward)[:80]!r}, a {type(reward).__name__}: expected "
             "lockstep.train.Reward(value, solved)",
             param="env.name",
         )
     if not math.isfinite(reward.value):
         raise RolloutFailed(
-            f"play returned a reward of {reward.value}: expected a finite number", param="env.name"
+            f"rollout returned a reward of {reward.value}: expected a finite number",
+            param="env.name",
         )
     return reward

@@ -1,4 +1,4 @@
-"""An environment that runs a coding agent, as a program, on each task in a scratch directory."""
+"""An environment that runs a coding agent as a program, in a scratch directory per rollout."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.lineage import check_kinds, check_weights
 from lockstep.train.envs.agent_process import ProcessEnd, run_command
 from lockstep.train.envs.agent_session import AgentSession
-from lockstep.train.envs.environment import Player, Reward, Split, Task
+from lockstep.train.envs.environment import Reward, RolloutContext, Split, Task
 from lockstep.train.envs.judge import Judge, JudgedRun, load_judge
 
 GRACE_SECONDS = 30.0
-"""How much longer than the agent its session's key lives: for the turn that is being sampled."""
+"""How much longer than the agent its session key is valid, for a turn that is being sampled."""
 END_SECONDS = 5.0
-"""How long an agent whose session has ended may take to end by itself."""
+"""How long an agent may keep running after its session has ended."""
 PLACEHOLDERS = ("task", "model", "base_url", "url", "key", "work", "home", "cwd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessOptions:
-    """What [env.options] holds.
+    """The options of the environment, [env.options].
 
     `command` starts the agent. In it, in the values of `environment` and in the files of `home`,
-    {task}, {model}, {base_url} (which ends in /v1), {url} (without), {key}, {work}, {home} and
-    {cwd} (where this process was started) stand for what they are in this rollout. `tasks` is a
-    file of JSON lines with `task`, optionally `id`, `files` and `split` ("eval" holds it out), and
-    whatever else the reward wants to know. `files` is a directory that is copied into the work
-    directory, `home` one that is copied into HOME.
+    these placeholders are replaced: {task}, {model}, {base_url} (ends in /v1), {url} (without /v1),
+    {key}, {work}, {home} and {cwd} (the directory of this process). `tasks` is a file of JSON lines
+    with `task`, optionally `id`, `files` and `split` ("eval" holds it out), and further fields for
+    the reward. The directory `files` is copied into the work directory, `home` into HOME.
 
-    The agent sees PATH, HOME, LANG, the variables of `environment` and those that `inherit` names.
-    `reward` is a command, run in the work directory, or a function "module:name"; see judge.py.
-    `seconds`, `max_calls` and `max_tokens` are the budget. `kinds` and `weights` choose and weigh
-    branches. With `train_failed` rollouts are also learnt from when the agent failed, ran out of
-    its time or used its budget.
+    The agent gets PATH, HOME, LANG, the variables of `environment` and those listed in `inherit`.
+    `reward` is a command that runs in the work directory, or a function "module:name"; see
+    judge.py. `seconds`, `max_calls` and `max_tokens` are the budget. `kinds` and `weights` select
+    and weigh branches. With `train_failed`, rollouts whose agent failed, timed out or used up its
+    budget are learnt from as well.
     """
 
     command: tuple[str, ...]
@@ -65,17 +64,17 @@ class HarnessOptions:
 
 
 class Harness:
-    """Runs `command` once per rollout, in a session of its own whose branches are the samples.
+    """Runs `command` once per rollout, in its own session. Each branch of the session is a sample.
 
-    Raises BadRequest for options that make no sense, by the name of the option.
+    Raises BadRequest that names the wrong option.
     """
 
     def __init__(self, **options: Any) -> None:
-        known = [each.name for each in fields(HarnessOptions)]
+        names = [own.name for own in fields(HarnessOptions)]
         for name in options:
-            if name not in known:
+            if name not in names:
                 raise BadRequest(
-                    f"env.options.{name} is not known: expected one of {', '.join(known)}",
+                    f"env.options.{name} is not a known field: expected one of {', '.join(names)}",
                     param=f"env.options.{name}",
                 )
         try:
@@ -100,19 +99,21 @@ class Harness:
         self._tasks = _read_tasks(Path(self.options.tasks))
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The tasks of the file in an order of the seed's own, again and again."""
-        chosen = [task for task in self._tasks if (task.facts.get("split") == "eval") == (
+        """Yield the tasks of the file in a random order, over and over."""
+        tasks = [task for task in self._tasks if (task.facts.get("split") == "eval") == (
             split == "eval"
         )]  # fmt: skip
         rng = random.Random(f"harness {split} {seed}")
-        while chosen:
-            yield from rng.sample(chosen, len(chosen))
+        while tasks:
+            yield from rng.sample(tasks, len(tasks))
 
-    async def play(self, task: Task, player: Player) -> Reward:
-        """Runs the agent and judges what it left. Raises what the gateway raises, and BadRequest
-        for a command that cannot be started."""
+    async def rollout(self, task: Task, context: RolloutContext) -> Reward:
+        """Run the agent and return the reward of its work.
+
+        Raises what the gateway raises, and BadRequest for a command that cannot be started.
+        """
         options = self.options
-        session = await player.open_session(
+        session = await context.open_session(
             seconds=options.seconds + GRACE_SECONDS,
             max_calls=options.max_calls,
             max_tokens=options.max_tokens,
@@ -123,9 +124,9 @@ class Harness:
             ) as scratch:
                 reward = await self._run(task, session, Path(scratch))
         except BaseException:
-            await player.drop_session(session)
+            await context.drop_session(session)
             raise
-        await player.end_session(
+        await context.end_session(
             session, reward.value, kinds=options.kinds, weights=options.weights
         )
         return reward
@@ -145,17 +146,17 @@ class Harness:
             "PATH": os.environ.get("PATH", os.defpath),
             "LANG": "C.UTF-8",
             **{name: os.environ[name] for name in options.inherit if name in os.environ},
-            **{name: _filled(value, values) for name, value in options.environment.items()},
+            **{name: _fill(value, values) for name, value in options.environment.items()},
             "HOME": str(home),
         }
         end = await run_command(
-            [_filled(part, values) for part in options.command],
+            [_fill(part, values) for part in options.command],
             directory=work,
             environment=environment,
             mark=session.id,
             log=scratch / "output.txt",
             seconds=options.seconds,
-            stop=functools.partial(_end_of, session),
+            stop=functools.partial(_wait_for_end, session),
         )
         failure = await _failure(end, session)
         run = JudgedRun(
@@ -167,14 +168,14 @@ class Harness:
         return replace(reward, detail=detail, failure=None if options.train_failed else failure)
 
 
-async def _end_of(session: AgentSession) -> None:
-    """Returns a while after the session has ended: agents that are refused would try for long."""
+async def _wait_for_end(session: AgentSession) -> None:
+    """Wait until END_SECONDS after the session: agents retry rejected requests for a long time."""
     await session.wait_end()
     await asyncio.sleep(END_SECONDS)
 
 
 async def _failure(end: ProcessEnd, session: AgentSession) -> str | None:
-    """Why the run is not one to learn from: timeout, the budget that was used, or the exit code."""
+    """Return why the rollout failed (timeout, used budget or exit code), or None."""
     if end.late:
         return "timeout"
     used = await session.budget_used()
@@ -183,9 +184,9 @@ async def _failure(end: ProcessEnd, session: AgentSession) -> str | None:
     return None if end.status in (0, None) else f"exit {end.status}"
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
-    # Not str.format: commands and configurations have braces of their own. The task comes last,
-    # as its text is nobody's template.
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    # Not str.format: commands and configuration files contain braces. The task is replaced last, so
+    # that placeholders in its text are left alone.
     for name in (*PLACEHOLDERS[1:], PLACEHOLDERS[0]):
         text = text.replace("{" + name + "}", values[name])
     return text
@@ -200,7 +201,7 @@ def _copy(source: str | None, target: Path, values: Mapping[str, str] | None = N
         return
     for path in target.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            path.write_text(_filled(path.read_text(), values))
+            path.write_text(_fill(path.read_text(), values))
 
 
 def _check_directory(path: str | None, name: str) -> None:

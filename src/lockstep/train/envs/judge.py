@@ -1,4 +1,4 @@
-"""Judges what an agent left behind: by a command that runs there, or by a function."""
+"""Rewards for the work of an agent: computed by a command or by a function."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ NOT_RUN = (126, 127)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRun:
-    """An agent's run that has ended. `task` is the line of the tasks file, `status` the exit code
-    (None when its time had run out), `failure` why it is no whole run, `output` the end of what it
-    wrote."""
+    """The finished run of an agent.
+
+    `task` is its line of the tasks file, `status` its exit code (None after a timeout), `failure`
+    why the rollout failed, and `output` the end of its output.
+    """
 
     task: Mapping[str, Any]
     work: Path
@@ -39,22 +41,22 @@ Judge = Callable[[JudgedRun], Awaitable[Reward]]
 
 
 def load_judge(reward: str | Sequence[str], seconds: float) -> Judge:
-    """The judge of a command, or of a function "module:name". Raises BadRequest for neither.
+    """Return the judge for a command or a function "module:name". Raises BadRequest for neither.
 
-    A command's reward is the number in its last line; without one it is 1 for exit code 0. Another
-    exit code is 0. It runs in the work directory, {cwd} in it is where this process was started,
-    and it finds the task in LOCKSTEP_TASK, as JSON. A function gets the JudgedRun and returns a
-    number or a Reward; it may be async.
+    A command runs in the work directory with the task as JSON in LOCKSTEP_TASK; {cwd} in it is the
+    directory of this process. Its reward is the number in its last line of output, or 1 without a
+    number; with an exit code other than 0 the reward is 0. A function takes the JudgedRun and
+    returns a number or a Reward; it may be async.
     """
     if not isinstance(reward, str):
-        # It runs elsewhere: {cwd} is how it names a file of the run's own.
+        # The command runs in the work directory: {cwd} is how it names a file of this directory.
         here = str(Path.cwd())
         return CommandJudge(tuple(part.replace("{cwd}", here) for part in reward), seconds)
     module, colon, name = reward.partition(":")
     if not colon:
         raise BadRequest(
-            f"env.options.reward is {reward!r}: expected a list of strings, which is a command, or "
-            "a function as module:name",
+            f"env.options.reward is {reward!r}: expected a command as a list of strings, or a "
+            "function as module:name",
             param="env.options.reward",
         )
     try:
@@ -66,7 +68,7 @@ def load_judge(reward: str | Sequence[str], seconds: float) -> Judge:
 
 @dataclass(frozen=True, slots=True)
 class FunctionJudge:
-    """The reward of a function; a number of 1 or more counts as solved."""
+    """Computes the reward by a function. A number of 1 or more counts as solved."""
 
     function: Callable[[JudgedRun], Any]
 
@@ -80,7 +82,7 @@ class FunctionJudge:
 
 @dataclass(frozen=True, slots=True)
 class CommandJudge:
-    """The reward of a command; see load_judge."""
+    """Computes the reward by a command; see load_judge."""
 
     command: tuple[str, ...]
     seconds: float
@@ -102,7 +104,7 @@ class CommandJudge:
         )
         if end.status is not None and (end.status in NOT_RUN or end.status < 0):
             raise RolloutFailed(
-                f"the reward command ended with {end.status}, which is no reward: {end.output}",
+                f"the reward command could not run (exit status {end.status}): {end.output}",
                 param="env.options.reward",
             )
         detail = {"judge": end.output[-500:], "judge_status": end.status}

@@ -1,1 +1,1 @@
-"""The learner: batches, losses, expert replay, and whether it can be exact."""
+"""The learner: batches, advantages, forward passes, expert replay and exactness."""

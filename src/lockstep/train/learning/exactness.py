@@ -1,7 +1,7 @@
 """Exact or close: whether trainer and workers compute the same bits, decided before the first step.
 
-Where they cannot, the run goes on in close mode and keeps the reason. Close mode is not without
-rules: logprobs of equal weights may differ by `CLOSE_BOUND` and no more.
+If they cannot, the run continues in close mode and records the reason. In close mode logprobs under
+equal weights may differ by `CLOSE_BOUND`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from lockstep.train.learning.learner import Learner
 from lockstep.train.retry import RetryPolicy
 
 CLOSE_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
-"""How far a logprob of the trainer may be from the engine's in close mode, by the trainer's type.
+"""Maximum difference of trainer and engine logprobs in close mode, by the trainer's dtype.
 
-Right implementations were seen up to 3e-5 apart in float32, and 0.05 in bfloat16; a wrong token, a
-stale weight or another temperature shows as 0.01 to several nats in float32."""
+Correct implementations differ by up to 3e-5 in float32 and 0.05 in bfloat16. A wrong token, a stale
+weight or another temperature causes 0.01 to several nats in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exactness:
-    """How a run computes: exact where trainer and workers have the same plan, else close.
+    """The mode of a run: exact if trainer and workers have the same numerics plan, else close.
 
-    `reason` says why it is close and is empty where it is exact; `workers` is None where they do
-    not tell how they compute.
+    `reason` says why a run is close. `workers` is None if they do not report their plan.
     """
 
     mode: Literal["exact", "close"]
@@ -44,16 +43,15 @@ class Exactness:
     def between(
         cls, trainer: NumericsPlan, workers: NumericsPlan | None, learner: LearnerConfig
     ) -> Exactness:
-        """What holds between these plans under this config.
+        """Return the mode for these plans under this config.
 
-        Raises NotExact that says why when `learner.exact` demands what cannot be had.
+        Raises NotExact with the reason if `learner.exact` is true and the plans differ.
         """
         reason = _difference(trainer, workers)
         if reason and learner.exact:
             raise NotExact(
-                f"exactness was demanded and cannot be had: {reason}; leave --exact and "
-                "learner.exact out to go on in close mode (`lockstep doctor` tells what this "
-                "machine can do)",
+                f"learner.exact (--exact) is set, but this run cannot be exact: {reason}; leave it "
+                "out to train in close mode (`lockstep doctor` shows what this machine can do)",
                 param="learner.exact",
             )
         if learner.exact is False:
@@ -71,7 +69,7 @@ class Exactness:
         return self.mode == "exact"
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in run.json under `numerics`."""
+        """Return the value of `numerics` in run.json."""
         return {
             "mode": self.mode,
             "reason": self.reason,
@@ -82,16 +80,16 @@ class Exactness:
 
 
 def base_card(cards: list[ModelCard], model: str | None) -> ModelCard | None:
-    """The card of the base model `model`, or of the only one there is."""
+    """Return the card of the base model `model`, or the first base model without such a name."""
     bases = [card for card in cards if card.parent is None]
     named = [card for card in bases if card.id == model]
     return next(iter(named or bases), None)
 
 
 async def check_base(learner: Learner, url: str, config: TrainConfig, retry: RetryPolicy) -> None:
-    """Raises Conflict when the base weights of trainer and fleet are not the same.
+    """Raise Conflict unless trainer and fleet have the same base weights.
 
-    The fleet would find out as well, but only by keeping every worker out.
+    Without this check the fleet would quarantine every worker at the first adapter update.
     """
     model = learner.model
     text = model.config.get_text_config()
@@ -105,7 +103,7 @@ async def check_base(learner: Learner, url: str, config: TrainConfig, retry: Ret
         tolerance = 0.0 if learner.exact else CLOSE_BOUND[config.learner.dtype]
     if worst > tolerance:
         raise Conflict(
-            f"the fleet serves version {scores.version!r}, whose logprobs are off by up to "
+            f"the fleet serves version {scores.version!r}, whose logprobs differ by up to "
             f"{worst:.3g} from those of model {config.model!r}: an adapter trained on one does not "
             "fit the other; serve that model, or push its weights first",
             param="model",
@@ -114,9 +112,9 @@ async def check_base(learner: Learner, url: str, config: TrainConfig, retry: Ret
 
 def _difference(trainer: NumericsPlan, workers: NumericsPlan | None) -> str:
     if not trainer.is_exact:
-        return f"the trainer does not compute exactly ({trainer.reason or 'it does not say why'})"
+        return f"the trainer does not compute exactly ({trainer.reason or 'no reason given'})"
     if workers is None:
-        return "the workers do not say how they compute (only embedded engines do)"
+        return "the workers do not report their numerics (only embedded engines do)"
     if not workers.is_exact:
-        return f"the workers do not compute exactly ({workers.reason or 'they do not say why'})"
+        return f"the workers do not compute exactly ({workers.reason or 'no reason given'})"
     return trainer.mismatch(workers) or ""

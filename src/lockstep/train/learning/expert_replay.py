@@ -1,4 +1,4 @@
-"""Routed-expert replay: the trainer's tokens go to the experts that the engine chose for them."""
+"""Routed-expert replay: route the trainer's tokens to the experts that the engine chose."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ UNKNOWN = -1
 class ExpertReplay:
     """Hooks on the routers of a transformers mixture-of-experts model.
 
-    While `of` is active, the ids that a router chose are replaced by recorded ones; their weights
-    are those that the trainer's own router gives these experts, so that gradients reach it.
+    Within `of`, recorded expert ids replace those that the router chose. Their weights are computed
+    from the trainer's own router logits, so that gradients reach the router.
     """
 
     def __init__(self, model: Any) -> None:
@@ -41,8 +41,10 @@ class ExpertReplay:
     def of(
         self, samples: Sequence[Sample], width: int | None, device: torch.device
     ) -> Iterator[None]:
-        """Replays the experts of these samples within the block: of samples that are padded to
-        `width` tokens, or that follow each other without padding where it is None."""
+        """Replay the experts of these samples within the block.
+
+        The samples are padded to `width` tokens each, or packed without padding if it is None.
+        """
         self._recorded = self._stack(samples, width).to(device)
         try:
             yield
@@ -50,19 +52,19 @@ class ExpertReplay:
             self._recorded = None
 
     def _stack(self, samples: Sequence[Sample], width: int | None) -> Tensor:
-        """(layers, all tokens, top_k), UNKNOWN where nothing was recorded."""
+        """Return expert ids (layers, all tokens, top_k), UNKNOWN where none were recorded."""
         top_k = int(self._routers[0].top_k)
         rows = []
         for sample in samples:
             if sample.experts is None:
                 raise BadExperts(
-                    "a sample came without routed experts: set rollout.experts to true, or "
+                    "a sample has no routed experts: set rollout.experts to true, or "
                     "learner.replay_experts to false"
                 )
             ids = sample.experts.numpy()
             if ids.shape[1:] != (self.layers, top_k):
                 raise BadExperts(
-                    f"routed experts are {ids.shape[1:]} per token, but the trainer's model has "
+                    f"a token has routed experts of shape {ids.shape[1:]}, but the model has "
                     f"{self.layers} routers of {top_k}"
                 )
             row_TLK = np.full((width or len(sample.token_ids), *ids.shape[1:]), UNKNOWN, np.int64)
@@ -78,7 +80,7 @@ class ExpertReplay:
             logits, own_weights, own_ids = output
             recorded = self._recorded[column]
             ids = torch.where(recorded == UNKNOWN, own_ids, recorded)
-            # The operations of the router itself, in its order: equal ids give equal bits.
+            # The same operations in the same order as in the router: equal ids give equal bits.
             probs = torch.softmax(logits, dim=-1, dtype=torch.float)
             weights = probs.gather(-1, ids)
             if router.norm_topk_prob:

@@ -1,7 +1,6 @@
-"""The model that learns: an optimizer step over a batch, checkpoints, and its state for resuming.
+"""The learner: an optimizer step over a batch, checkpoints, and the state for resuming.
 
-Where the engine computes exactly, so does this: forward passes are padded as the engine pads them,
-and the logprobs of equal weights are equal bit for bit.
+In exact mode its logprobs equal those of an engine with the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from lockstep.engine import exact
 from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.forward_pass import Ints
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import row_multiple
@@ -28,25 +28,27 @@ from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainBatch, TrainItem
-from lockstep.train.learning.distill import distill_loss, reverse_kl
 from lockstep.train.learning.expert_replay import ExpertReplay
-from lockstep.train.learning.forward import ForwardPass, Ints, sampled_at
-from lockstep.train.learning.loss import Ratio, Tally, masks, policy_loss
+from lockstep.train.learning.item_logprobs import ItemLogprobs, sampled_at
+from lockstep.train.learning.tally import Tally
+from lockstep.train.learning.teacher import reverse_kl, teacher_advantages
+from lockstep.train.losses.ratio import Ratio
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step did; `logprobs` are the trainer's own, of the items in their order."""
+    """The result of a step: metrics, and the trainer's logprobs of each item's tokens."""
 
     metrics: dict[str, float]
     logprobs: list[list[float]]
 
 
 class Learner:
-    """A transformers causal LM under AdamW, trained whole or through LoRA.
+    """A transformers causal LM under AdamW, trained in full or through LoRA.
 
-    `weights` is the directory to start from: by default the config's model, after a crash the
-    checkpoint. `exact` has it compute as the engine does. Raises BadRequest when there is no model.
+    `weights` is the directory to start from: by default the config's model, when resuming the
+    checkpoint. With `exact` the model computes as the engine does. Raises BadRequest when there is
+    no model.
     """
 
     def __init__(self, config: TrainConfig, *, exact: bool, weights: Path | None = None):
@@ -58,6 +60,7 @@ class Learner:
         torch.manual_seed(config.seed)
         self.exact = exact
         self.model = self._load(weights)
+        self._loss, self._loss_options = config.loss.load()
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             trained, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay
@@ -66,16 +69,16 @@ class Learner:
         replay = ExpertReplay(self.model) if _is_moe(self.model) else None
         directory = _model_directory(config)
         vocab = self.model.config.get_text_config().vocab_size
-        self._forward = ForwardPass(self.model, config, Grammars.of(directory, vocab), replay)
-        # The fleet serves these weights before the first step: with their logprobs in the first
-        # probe it measures how closely each worker follows, and tells new weights from old.
+        self._scorer = ItemLogprobs(self.model, config, Grammars.of(directory, vocab), replay)
+        # The fleet serves these weights before the first step. Their logprobs in the first probe
+        # tell new weights from old, and show how closely each worker follows.
         remember(self.model)
 
     def _load(self, weights: Path | None) -> Any:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # one bar per saved step would bury the run's own
+        logging.disable_progress_bar()  # a bar per saved step would hide the run's own output
         learner = self._config.learner
         base = _model_directory(self._config)
         if weights is not None and not learner.lora_rank:
@@ -100,13 +103,13 @@ class Learner:
             target_modules=list(learner.lora_targets),
             task_type="CAUSAL_LM",
         )
-        # Workers have an adapter in the type of the model, and so must the trainer.
+        # Workers hold an adapter in the dtype of the model, so the trainer must as well.
         return get_peft_model(model, adapter, autocast_adapter_dtype=False)
 
     # One step
 
     def step(self, batch: TrainBatch, number: int) -> StepOutcome:
-        """Learns from the batch. Raises Conflict when there is no token to learn from."""
+        """Take an optimizer step on the batch. Raises Conflict when no token can be learnt from."""
         total = batch.learnt_tokens
         if not total:
             raise Conflict(
@@ -119,71 +122,87 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         tally, loss_sum = Tally(), 0.0
         logprobs = [[0.0] * len(item.sample.token_ids) for item in batch.items]
-        for chosen in self._forward.passes(batch.items):
-            items = [batch.items[at] for at in chosen]
-            tokens = [sampled_at(item) for item in items]
-            loss, trainer_N = self._learn(items, tokens, tally)
+        for indices in self._scorer.passes(batch.items):
+            items = [batch.items[at] for at in indices]
+            positions = [sampled_at(item) for item in items]
+            loss, trainer_N = self._learn(items, positions, tally)
             (loss / total).backward()
             loss_sum += float(loss.detach())
             values = iter(trainer_N.tolist())
-            for at, drawn in zip(chosen, tokens, strict=True):
-                for token in drawn:
+            for at, tokens in zip(indices, positions, strict=True):
+                for token in tokens:
                     logprobs[at][token] = next(values)
         norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.learner.max_grad_norm)
         if not bool(torch.isfinite(norm)):
-            raise Conflict(f"the gradient of step {number} is {float(norm)}: nothing was learnt")
+            raise Conflict(
+                f"the gradient norm of step {number} is {float(norm)}: the weights are unchanged"
+            )
         self._optimizer.step()
         metrics = {**tally.means(), "loss": loss_sum / total, "grad_norm": float(norm), "lr": lr}
         return StepOutcome(metrics, logprobs)
 
     def _learn(
-        self, items: list[TrainItem], tokens: list[Ints], tally: Tally
+        self, items: list[TrainItem], positions: list[Ints], tally: Tally
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss of some items, and the trainer's logprobs of their sampled tokens."""
+        """Return the summed loss of some items, and the trainer's logprobs of their sampled tokens.
+
+        `positions[i]` are those of the sampled tokens of item i.
+        """
         device = self.model.device
 
-        def flat(rows: Iterable[Any], dtype: Any) -> Tensor:
-            parts = [np.asarray(row, dtype)[at] for row, at in zip(rows, tokens, strict=True)]
+        def flatten(rows: Iterable[Any], dtype: Any) -> Tensor:
+            parts = [np.asarray(row, dtype)[at] for row, at in zip(rows, positions, strict=True)]
             return torch.from_numpy(np.concatenate(parts)).to(device)
 
-        engine_N = flat((item.sample.logprobs for item in items), np.float32)
-        learn_N = flat((item.learn_T for item in items), np.bool_)
-        trainer_N, entropy_N = self._forward.logprobs(items, tokens)
-        # A token that these weights would not draw under its options has no ratio to learn from.
+        engine_N = flatten((item.sample.logprobs for item in items), np.float32)
+        learn_N = flatten((item.learn_T for item in items), np.bool_)
+        trainer_N, entropy_N = self._scorer.score(items, positions)
+        # A token that these weights could not draw under its options has no ratio to learn from.
         drawable_N = trainer_N > -torch.inf
         learn_N = learn_N & drawable_N
         trainer_N = torch.where(drawable_N, trainer_N, engine_N)
-        ratio = Ratio.of(trainer_N, engine_N)
-        config = self._config.loss
-        more = {"entropy": entropy_N}
-        if config.kind == "distill":
-            teacher_N = flat((item.teacher or [] for item in items), np.float32)
-            loss, masked, advantage_N = distill_loss(ratio, trainer_N, teacher_N, learn_N, config)
-            more["ref_kl"] = reverse_kl(trainer_N, teacher_N)
+        metrics_N = {"entropy": entropy_N}
+        lengths = [len(at) for at in positions]
+        if self._loss.learns_from == "teacher":
+            teacher_N = flatten((item.teacher or [] for item in items), np.float32)
+            advantages_N = teacher_advantages(trainer_N, teacher_N)
+            metrics_N["ref_kl"] = reverse_kl(trainer_N, teacher_N)
         else:
-            counts = torch.tensor([len(at) for at in tokens])
-            each = torch.tensor([item.advantage for item in items])
-            advantage_N = each.repeat_interleave(counts).to(device)
-            masked = masks(ratio, advantage_N, config)
-            loss = policy_loss(ratio, masked, advantage_N, learn_N, config)
-        tally.add(ratio, masked, advantage_N, learn_N, **more)
-        return loss, trainer_N.detach()
+            advantages = torch.tensor([item.advantage for item in items])
+            advantages_N = advantages.repeat_interleave(torch.tensor(lengths)).to(device)
+        token_loss = self._loss(
+            {
+                "logprobs": trainer_N,
+                "old_logprobs": engine_N,
+                "advantages": advantages_N,
+                "token_mask": learn_N,
+                "weights": torch.ones_like(engine_N),
+                "sequence_ratio_mask": learn_N.to(engine_N.dtype),
+                "lengths": lengths,
+            },
+            self._loss_options,
+        )
+        ratio = Ratio.of(trainer_N.detach(), engine_N)
+        tally.add(ratio, advantages_N, learn_N, {**metrics_N, **token_loss.metrics})
+        # Not every loss takes the mask. `where` and not a product: 0 times infinity is NaN.
+        values_N = torch.where(learn_N, token_loss.values, torch.zeros_like(token_loss.values))
+        return values_N.sum(), trainer_N.detach()
 
     def _rate(self, number: int) -> float:
         learner = self._config.learner
         return learner.lr * min(1.0, number / max(learner.warmup_steps, 1))
 
     def base_logprobs(self, token_ids: list[int]) -> list[float]:
-        """The logprobs that the model without its adapter gives the tokens after the first."""
+        """Return the logprobs of the tokens after the first, without the adapter."""
         with torch.no_grad(), self.model.disable_adapter():
             (row,) = exact.token_logprobs(self.model, [token_ids])
         logprobs: list[float] = row.tolist()
         return logprobs
 
-    # What survives
+    # Checkpoints and state
 
     def save(self, directory: Path, version: str) -> None:
-        """A checkpoint with a probe, or the adapter with one; stable when this returns."""
+        """Write a checkpoint, or the adapter, with a probe; it is stable when this returns."""
         learner = self._config.learner
         if not learner.lora_rank:
             save_checkpoint(
@@ -196,7 +215,7 @@ class Learner:
         )  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """What the weights do not hold: the optimizer and the random state."""
+        """Return the state besides the weights: the optimizer's and the random generator's."""
         return {"optimizer": self._optimizer.state_dict(), "rng": torch.get_rng_state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -205,9 +224,9 @@ class Learner:
 
 
 def own_plan(config: TrainConfig) -> NumericsPlan:
-    """How this process computes with the run's model; the process is prepared for it first.
+    """Prepare this process for the run's model and return its numerics plan.
 
-    Raises BadRequest when there is no model, EngineFailure where bf16 ends this process.
+    Raises BadRequest when there is no model, EngineFailure where bf16 would crash the process.
     """
     directory, learner = _model_directory(config), config.learner
     close = partial(numerics.plan, "close", device=learner.device, dtype=learner.dtype, rows=0)
@@ -215,13 +234,15 @@ def own_plan(config: TrainConfig) -> NumericsPlan:
     try:
         plan = exact.own_plan(directory, device=learner.device, dtype=learner.dtype)
         products = ModelConfig.read(directory).products
-    except CheckpointError as error:  # a model that the embedded engine does not have
+    except CheckpointError as error:  # the embedded engine does not support the model
         return close(reason=error.message)
     rank = learner.lora_rank
     if plan.is_exact and rank and learner.device != "cpu":
-        return close(reason="a GPU computes adapters closely, not exactly")
+        return close(reason="adapters on a GPU are not computed exactly")
     if plan.is_exact and rank and not row_multiple(products.with_lora(rank)):
-        return close(reason=f"the products of an adapter of rank {rank} depend on the batch")
+        return close(
+            reason=f"matrix products of an adapter of rank {rank} depend on the batch size"
+        )
     return plan
 
 

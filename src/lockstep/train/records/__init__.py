@@ -1,1 +1,1 @@
-"""What a run writes down: metrics, events, samples, checkpoints."""
+"""The records of a run: metrics, events, samples, checkpoints."""

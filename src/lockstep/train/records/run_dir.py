@@ -2,7 +2,7 @@
 
 run.json  metrics.jsonl  samples.jsonl  events.jsonl
 checkpoints/step-N/     weights or adapter, probe, manifest, STABLE
-state/step-N.pt         what the trainer needs besides the weights; there before STABLE is
+state/step-N.pt         the trainer's state besides the weights; written before STABLE
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class RunDirectory:
-    """One run's files. Lines are written whole and at once."""
+    """The files of one run. Each line is appended by one write."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).resolve()
@@ -34,16 +34,16 @@ class RunDirectory:
         self._states = self.path / "state"
 
     def start(self) -> None:
-        """Raises Conflict when a run is here already: nobody's results are overwritten."""
+        """Create the directory. Raises Conflict when it holds a run, which is never overwritten."""
         if (self.path / RUN).exists() or (self.path / METRICS).exists():
             raise Conflict(
-                f"{self.path} holds a run already: resume it (--resume), or choose another run_dir",
+                f"{self.path} already holds a run: resume it (--resume), or choose another run_dir",
                 param="run_dir",
             )
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._states.mkdir(exist_ok=True)
 
-    # Lines
+    # Metrics, samples and events
 
     def metrics(self, line: dict[str, Any]) -> None:
         self._append(METRICS, line)
@@ -56,7 +56,7 @@ class RunDirectory:
         self._append(EVENTS, {"time": time(), "kind": kind, **more})
 
     def write_run(self, **more: Any) -> None:
-        """Adds to run.json."""
+        """Add fields to run.json."""
         write_whole(self.path / RUN, json.dumps({**self.run(), **more}, indent=1).encode())
 
     def run(self) -> dict[str, Any]:
@@ -74,16 +74,16 @@ class RunDirectory:
         return self.checkpoints / f"step-{step}"
 
     def save_state(self, step: int, state: dict[str, Any]) -> None:
-        """Writes it; before the checkpoint is stable, or a crash between the two would lose it.
+        """Write the state. Call it before the checkpoint is stable: a crash must not separate them.
 
-        Raises OSError where the disk does not take it.
+        Raises OSError when the disk is full.
         """
         scratch = self._states / f".step-{step}.tmp"
         try:
             with open(scratch, "wb") as file:
                 torch.save(state, file)
         except RuntimeError as error:
-            # torch's writer covers what the disk said with an error of its own.
+            # torch's writer replaces the error of the disk by its own.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -96,9 +96,9 @@ class RunDirectory:
         return state
 
     def last_step(self) -> int | None:
-        """The newest step with a stable checkpoint and its state; None when there is none.
+        """Return the newest step with a stable checkpoint and state; None when there is none.
 
-        Both are read: a power cut may have come before the disk had all of them.
+        Both are read in full: after a power cut a file may be incomplete.
         """
         for step in sorted(self._steps(), reverse=True):
             directory = self.checkpoint(step)
@@ -115,33 +115,33 @@ class RunDirectory:
         return None
 
     def rewind(self, step: int) -> bool:
-        """Forgets what was written after `step`; returns whether its own metrics are there."""
-        kept = self._cut(METRICS, step)
+        """Delete what was written after `step`; return whether the metrics of `step` exist."""
+        steps = self._cut(METRICS, step)
         self._cut(SAMPLES, step)
         for later in self._steps():
             if later > step:
                 shutil.rmtree(self.checkpoint(later))
                 (self._states / f"step-{later}.pt").unlink(missing_ok=True)
-        return step in kept
+        return step in steps
 
     def _cut(self, name: str, step: int) -> set[int]:
-        """Drops the lines after `step`, and a last one that a crash cut off."""
+        """Drop the lines after `step` and an incomplete last line; return the steps that remain."""
         path = self.path / name
-        kept, steps = [], set()
+        lines, steps = [], set()
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 at = int(json.loads(line)["step"])
             except (ValueError, KeyError):
                 continue
             if at <= step:
-                kept.append(line)
+                lines.append(line)
                 steps.add(at)
         if path.exists():
-            write_whole(path, "".join(line + "\n" for line in kept).encode())
+            write_whole(path, "".join(line + "\n" for line in lines).encode())
         return steps
 
     def prune(self, keep: int) -> None:
-        """Deletes all but the newest `keep` checkpoints."""
+        """Delete all but the newest `keep` checkpoints."""
         for step in sorted(self._steps())[:-keep]:
             shutil.rmtree(self.checkpoint(step))
             (self._states / f"step-{step}.pt").unlink(missing_ok=True)
@@ -154,7 +154,7 @@ class RunDirectory:
 
 
 def _is_whole(state: Path) -> bool:
-    """Whether a state is there, and every part of it is as it was written."""
+    """Whether a state file exists and passes its checksums."""
     try:
         with ZipFile(state) as parts:
             return parts.testzip() is None

@@ -1,4 +1,4 @@
-"""Metrics to trackers that people already use: each is optional, and none can harm a run."""
+"""Experiment trackers that receive the metrics of a run. A tracker that fails never stops a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol, get_args
 
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.config import SinkName
-from lockstep.train.records.metrics import Evaluation, StepMetrics
+from lockstep.train.records.step_metrics import Evaluation, StepMetrics
 
 log = logging.getLogger(__name__)
 OnFailure = Callable[[str, str], None]
@@ -24,17 +24,17 @@ NAMES: tuple[SinkName, ...] = get_args(SinkName)
 
 
 class Sink(Protocol):
-    """A tracker: takes numbers of a step, and is closed at the end."""
+    """A tracker: logs the numbers of a step, and is closed at the end."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
     def close(self) -> None: ...
 
 
 class Sinks:
-    """The trackers of one run, fed by a thread of their own: a slow one delays no step.
+    """The trackers of one run, called in a thread of their own so that they delay no step.
 
-    One that fails gets nothing more, and `on_failure` is told its name and why, once. Nothing is
-    lost by it: the run directory has every line already.
+    A tracker that fails is dropped, and `on_failure(name, reason)` is called once. No data is lost:
+    the run directory has every line.
     """
 
     def __init__(self, sinks: Mapping[str, Sink], on_failure: OnFailure) -> None:
@@ -51,36 +51,36 @@ class Sinks:
         config: Mapping[str, Any],
         on_failure: OnFailure,
     ) -> Sinks:
-        """The trackers of these names; one that cannot begin is reported as one that fails."""
+        """Open the trackers of these names. A tracker that cannot be opened counts as failed."""
         opened: dict[str, Sink] = {}
         for name in dict.fromkeys(names):
             if name == "jsonl":
-                continue  # the run directory is written in any case
+                continue  # RunDirectory writes it
             try:
-                with redirect_stdout(sys.stderr):  # ours belongs to whoever reads the steps
+                with redirect_stdout(sys.stderr):  # stdout is for the lines of the run
                     opened[name] = SINKS[name](run_dir, run_id, config)
             except Exception as error:
                 _report(name, error, on_failure)
         return cls(opened, on_failure)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Hands the numbers of a step over; returns at once."""
+        """Queue the numbers of a step and return immediately."""
         self._log(numbers(metrics), metrics.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Hands an evaluation over; returns at once."""
+        """Queue an evaluation and return immediately."""
         values = {"eval/reward": evaluation.reward, "eval/solved": evaluation.solved}
         self._log(values, evaluation.step)
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         if self._sinks:
-            self._thread.submit(self._each, lambda sink: sink.log(values, step))
+            self._thread.submit(self._call_all, lambda sink: sink.log(values, step))
 
-    def _each(self, call: Callable[[Sink], None]) -> None:
+    def _call_all(self, call: Callable[[Sink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
                 call(sink)
-            except Exception as error:  # whatever a tracker raises, the run goes on
+            except Exception as error:  # a tracker must not end the run
                 del self._sinks[name]
                 _report(name, error, self._on_failure)
 
@@ -91,30 +91,29 @@ class Sinks:
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
         with redirect_stdout(sys.stderr):
-            self._thread.submit(self._each, lambda sink: sink.close())
+            self._thread.submit(self._call_all, lambda sink: sink.close())
             self._thread.shutdown()
 
 
 def _report(name: str, error: Exception, on_failure: OnFailure) -> None:
-    why = f"{type(error).__name__}: {error}"
-    log.error("%s gets nothing more of this run, which goes on: %s", name, why)
-    on_failure(name, why)
+    reason = f"{type(error).__name__}: {error}"
+    log.error("sink %s failed and is dropped; the run continues: %s", name, reason)
+    on_failure(name, reason)
 
 
 def check_sinks(names: Iterable[str]) -> tuple[SinkName, ...]:
-    """The names. Raises BadRequest for one that is not known, or whose package is not installed."""
+    """Return the names. Raises BadRequest for an unknown name or a missing package."""
     checked: list[SinkName] = []
     for name in names:
         if name not in NAMES:
-            known = ", ".join(NAMES)
-            raise BadRequest(f"sink is {name!r}: expected one of {known}", param="sinks")
+            raise BadRequest(f"sink is {name!r}: expected one of {', '.join(NAMES)}", param="sinks")
         for module in MODULES.get(name, ()):
             try:
                 importlib.import_module(module)
             except ImportError:
                 raise BadRequest(
-                    f"the sink {name} is not installed: pip install 'lockstep-rl[{name}]', or "
-                    "leave it out",
+                    f"the sink {name!r} is not installed: pip install 'lockstep-rl[{name}]', or "
+                    "remove it from sinks",
                     param="sinks",
                 ) from None
         checked.append(name)
@@ -122,7 +121,7 @@ def check_sinks(names: Iterable[str]) -> tuple[SinkName, ...]:
 
 
 def numbers(metrics: StepMetrics) -> dict[str, float]:
-    """What can be drawn as a curve."""
+    """Return the numeric metrics of a step."""
     return {
         name: float(value)
         for name, value in metrics.to_json().items()
@@ -131,7 +130,7 @@ def numbers(metrics: StepMetrics) -> dict[str, float]:
 
 
 class _Wandb:
-    """Weights & Biases, as WANDB_MODE, WANDB_PROJECT and its other variables say."""
+    """Weights & Biases, configured by WANDB_MODE, WANDB_PROJECT and its other variables."""
 
     def __init__(self, run_dir: Path, run_id: str, config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
@@ -167,7 +166,7 @@ class _TensorBoard:
 
 
 class _Trackio:
-    """Trackio's local database, as TRACKIO_DIR and its other variables say."""
+    """Trackio's local database, configured by TRACKIO_DIR and its other variables."""
 
     def __init__(self, run_dir: Path, run_id: str, config: Mapping[str, Any]) -> None:
         trackio = importlib.import_module("trackio")
@@ -193,8 +192,11 @@ class _Mlflow:
         uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir / 'mlflow.db'}")
         self._client = mlflow.MlflowClient(uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        known = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if known is None else known.experiment_id
+        existing = self._client.get_experiment_by_name(name)
+        if existing is None:
+            experiment = self._client.create_experiment(name)
+        else:
+            experiment = existing.experiment_id
         earlier = self._client.search_runs([experiment], f"tags.`lockstep.run` = '{run_id}'")
         if earlier:
             self._run = earlier[0].info.run_id
@@ -225,4 +227,4 @@ MODULES = {
     "trackio": ("trackio",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
 }
-"""What must be there for each; the extra of the same name installs it."""
+"""Modules that each sink imports; the extra of the same name installs them."""

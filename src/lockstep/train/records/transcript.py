@@ -1,4 +1,4 @@
-"""Samples as the report shows them: every token with its author, logprobs and version."""
+"""Samples for the report: every token with its author, logprobs and version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def transcripts(
     tokenizer: Any,
     count: int,
 ) -> list[dict[str, Any]]:
-    """Up to `count` samples of a step, the best and the worst first."""
+    """Return up to `count` samples of a step, alternating from the best and the worst reward."""
     by_reward = sorted(range(len(batch.items)), key=lambda at: batch.items[at].reward)
     ends = [at for pair in zip(reversed(by_reward), by_reward, strict=True) for at in pair]
     lines = []

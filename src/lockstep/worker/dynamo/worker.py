@@ -132,6 +132,7 @@ async def _endpoints(runtime: Any, *serving: Any) -> AsyncIterator[None]:
         if not leaving and body is not None:
             error = None if task.cancelled() else task.exception()
             failures.append(error or EngineFailure("it ended without an error"))
+            # The block waits for a signal: cancel it, so that the process exits and restarts.
             body.cancel()
 
     leaving = False

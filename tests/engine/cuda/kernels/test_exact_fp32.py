@@ -26,6 +26,7 @@ from lockstep.engine.cuda import graphs, prefill, selftest, start, trainer
 from lockstep.engine.cuda.kernels import adapters, exact_kernels, experts, prefill_kernels
 from lockstep.engine.cuda.kernels import exact_attention as attention
 from lockstep.engine.cuda.kernels.close_kernels import LOG2_E
+from lockstep.engine.forward_pass import ATTENTION_NAME
 from lockstep.engine.model.arithmetic import mix_experts, route
 from lockstep.engine.numerics import plan
 from lockstep.tokens.errors import BadRequest, EngineFailure
@@ -221,7 +222,7 @@ def test_fp32_is_exact_on_a_gpu_too(tiny: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_probe_of_a_prepared_model_is_exact(
     device: str, kind: torch.dtype, expected: bool
 ) -> None:
-    text = SimpleNamespace(_attn_implementation=engine_exact.NAME)
+    text = SimpleNamespace(_attn_implementation=ATTENTION_NAME)
     config = SimpleNamespace(get_text_config=lambda: text)
     model = SimpleNamespace(config=config, device=torch.device(device), dtype=kind)
     assert probe.is_exact(model) == expected

@@ -1,4 +1,4 @@
-"""Polls for results: each tells of all that ended, also in the next process, and ends in time."""
+"""Polls for results: complete, also after a restart, and bounded in time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.integrations.tinker.calls.futures import Futures, Result
 SOON = 5.0
 
 
-async def test_one_poll_tells_of_all_that_ended_since_the_last() -> None:
+async def test_a_poll_returns_all_requests_that_ended_since_the_last() -> None:
     futures = Futures()
 
     async def work() -> Result:
@@ -35,7 +35,7 @@ async def test_one_poll_tells_of_all_that_ended_since_the_last() -> None:
 
 
 @pytest.mark.failure_mode("F83")
-async def test_a_cursor_of_an_earlier_process_hides_no_result() -> None:
+async def test_a_cursor_of_an_earlier_process_skips_no_result() -> None:
     async def work() -> Result:
         return Result.of({})
 
@@ -51,7 +51,7 @@ async def test_a_cursor_of_an_earlier_process_hides_no_result() -> None:
     assert ended == [pending]
 
 
-async def test_those_who_wait_are_sent_home_when_the_server_ends() -> None:
+async def test_polls_end_when_the_server_shuts_down() -> None:
     futures = Futures()
     pending = futures.open("s/0")
     waits = asyncio.gather(futures.wait(pending.request_id, 60), futures.wait_any("s/0", 0, 60))

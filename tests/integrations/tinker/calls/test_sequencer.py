@@ -1,4 +1,4 @@
-"""Calls of a model: in the order of their numbers, each once, and none that waits for ever."""
+"""Calls of a model: in the order of seq_id, each once, and none that waits for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOON = 5.0
 
 
 class Calls:
-    """Records which calls were done, in which order."""
+    """Records the calls that ran, in their order."""
 
     def __init__(self, gap_seconds: float = 60.0) -> None:
         self.done: list[int] = []
@@ -41,7 +41,7 @@ class Calls:
 
 
 @pytest.mark.failure_mode("F80")
-async def test_calls_run_by_their_number_and_not_by_their_arrival() -> None:
+async def test_calls_run_in_the_order_of_seq_id_and_not_of_arrival() -> None:
     calls = Calls()
     ids = {seq: calls.send(seq) for seq in (3, 2, 5, 4)}
     await asyncio.sleep(0.05)
@@ -53,7 +53,7 @@ async def test_calls_run_by_their_number_and_not_by_their_arrival() -> None:
 
 
 @pytest.mark.failure_mode("F80")
-async def test_a_call_that_comes_again_is_the_same_call_before_and_after_it_is_done() -> None:
+async def test_a_repeated_call_is_the_same_call_before_and_after_it_ran() -> None:
     calls = Calls()
     first = calls.send(2, b"same")
     assert calls.send(2, b"same") == first
@@ -64,14 +64,14 @@ async def test_a_call_that_comes_again_is_the_same_call_before_and_after_it_is_d
     assert calls.done == [1, 2]
 
 
-async def test_a_number_with_other_contents_is_refused() -> None:
+async def test_a_seq_id_with_other_contents_is_an_error() -> None:
     calls = Calls()
     await calls.result(calls.send(1, b"one"))
     with pytest.raises(BadRequest, match="seq_id 1 was used for another call"):
         calls.send(1, b"two")
 
 
-async def test_a_call_that_fails_does_not_hold_the_next() -> None:
+async def test_a_failed_call_does_not_block_the_next() -> None:
     calls = Calls()
     failed = calls.send(1, error=BadRequest("no good"))
     await calls.result(calls.send(2))
@@ -80,7 +80,7 @@ async def test_a_call_that_fails_does_not_hold_the_next() -> None:
     assert result.body == b'{"error":"no good","category":"user"}'
 
 
-async def test_a_call_that_was_refused_unread_is_over() -> None:
+async def test_a_rejected_call_does_not_block_the_next() -> None:
     calls = Calls()
     waiting = calls.send(2)
     calls.order.consume(1, calls.work(-1))
@@ -88,31 +88,31 @@ async def test_a_call_that_was_refused_unread_is_over() -> None:
     assert calls.done == [-1, 2]
 
 
-async def test_calls_behind_one_that_never_comes_are_refused_in_the_end() -> None:
+async def test_calls_behind_a_missing_one_fail_after_a_timeout() -> None:
     calls = Calls(gap_seconds=0.05)
     behind = [calls.send(seq) for seq in (2, 3)]
     for request_id in behind:
         result = await calls.result(request_id)
         assert result.failed
-        assert b"seq_id 1 never came" in result.body
-    with pytest.raises(BadRequest, match="was not waited for"):
+        assert b"seq_id 1 did not arrive" in result.body
+    with pytest.raises(BadRequest, match="arrived too late"):
         calls.send(1)
     await calls.result(calls.send(4))
     assert calls.done == [4]
 
 
-async def test_results_are_there_when_asked_for_again_and_gone_ones_say_why() -> None:
+async def test_results_can_be_fetched_again_until_they_expire() -> None:
     calls = Calls()
     request_id = calls.send(1)
     assert await calls.result(request_id) == await calls.result(request_id)
     with pytest.raises(Gone, match="the server was restarted since"):
         await calls.futures.wait("0123-7", SOON)
     own = request_id.partition("-")[0]
-    with pytest.raises(Gone, match="its result was dropped"):
+    with pytest.raises(Gone, match="its result has expired"):
         await calls.futures.wait(f"{own}-999", SOON)
 
 
-async def test_a_bug_is_told_to_the_client_and_its_traceback_is_in_the_log(
+async def test_an_internal_error_is_sent_to_the_client_and_logged_with_its_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     calls = Calls()

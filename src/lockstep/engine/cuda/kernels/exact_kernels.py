@@ -76,6 +76,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, spread:
     (rows, inner), outer = x.shape, weight.shape[0]
     tile = _tile_fp32 if x.dtype == torch.float32 else _tile
     block_m, block_n, block_k, warps, stages = tile(rows, outer, inner)
+    # The part size depends on the weight alone, never on the number of rows or the tile.
     part = min(PART, max(pow2(inner), 16))
     splits = triton.cdiv(inner, part) if spread else 1
     if splits == 1 and inner > part:

@@ -38,6 +38,8 @@ def mix(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -
     plan = torch.empty((3, wide), dtype=torch.int32, device=x.device)
     options = launch(x)
     _plan[(1,)](ids, plan, pairs, wide=wide, block_m=block_m, chunk=PAIRS, **options)
+    # Upper bound for any routing, so that one captured graph fits all: each expert may have one
+    # partial block.
     blocks = min(pairs, experts + pairs // block_m)
     steps = TERMS_FP32 if x.dtype == torch.float32 else TERMS
     sizes = {"experts": experts, "wide": wide, "block_m": block_m, "block_n": COLUMNS}

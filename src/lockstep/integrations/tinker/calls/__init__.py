@@ -1,1 +1,1 @@
-"""Calls of training clients: in order, each once, with results that are fetched later."""
+"""Calls of training clients: in order, exactly once, with results that are fetched later."""

@@ -1,4 +1,4 @@
-"""Results that clients come back for: each has a request id, and is there when asked for again."""
+"""Futures: results that clients fetch by request id, also repeatedly."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from lockstep.tokens.errors import Gone, LockstepError, NotFound
 log = logging.getLogger(__name__)
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 RETRIEVED_SECONDS = 600.0
-"""How long a result stays after it was first fetched: a response may have been lost on its way."""
+"""How long a result is stored after it was first fetched: the response may have been lost."""
 UNRETRIEVED_SECONDS = 7200.0
-SWEPT = 100
-"""How many of the oldest requests are looked at when a new one comes."""
+"""How long a result is stored that no client fetches."""
+SWEEP_SIZE = 100
+"""How many of the oldest requests are checked for expiry when a new one is opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a request came to: the body of its response, or why it failed.
-
-    `category` of a failure says whose fault it is: user or server.
-    """
+    """The result of a request: the body of its response, or the body of a failure."""
 
     body: bytes
     kind: str = JSON
@@ -38,17 +36,17 @@ class Result:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Result:
-        """A result that is JSON."""
+        """Return a JSON result."""
         return cls(msgspec.json.encode(value))
 
     @classmethod
     def failure(cls, error: BaseException) -> Result:
-        """The failure that an error is; the caller's fault where its status says so.
+        """Return the failure for an error, in the category user or server according to its status.
 
-        One that is none of Lockstep's own is a bug, and is logged with its traceback.
+        An error that is not a LockstepError is a bug, and is logged with its traceback.
         """
         if not isinstance(error, LockstepError):
-            log.error("a call failed: %r", error, exc_info=error)
+            log.error("call failed with an internal error: %r", error, exc_info=error)
         status = error.status if isinstance(error, LockstepError) else 500
         message = error.message if isinstance(error, LockstepError) else f"internal error: {error}"
         category = "user" if 400 <= status < 500 else "server"
@@ -58,7 +56,7 @@ class Result:
 
 @dataclass(slots=True)
 class Pending:
-    """One request: its result when there is one, and whoever works on it."""
+    """One request: its result once there is one, and the task that computes it."""
 
     request_id: str
     label: str
@@ -70,16 +68,16 @@ class Pending:
 
 
 @dataclass(slots=True)
-class _Ended:
-    """What ended under one label, from number `first` on."""
+class _EndedRequests:
+    """The ended requests of one label, numbered from `first` on."""
 
     first: int
     pending: list[Pending] = field(default_factory=list)
 
     def trim(self, cursor: int) -> None:
-        seen = min(max(cursor - self.first, 0), len(self.pending))
-        del self.pending[:seen]
-        self.first += seen
+        count = min(max(cursor - self.first, 0), len(self.pending))
+        del self.pending[:count]
+        self.first += count
 
 
 class Futures:
@@ -89,15 +87,15 @@ class Futures:
         self._process = secrets.token_hex(6)
         self._count = 0
         self._all: dict[str, Pending] = {}
-        self._ended: dict[str, _Ended] = {}
-        # Above every cursor of earlier processes: none of theirs must pass for one of these.
+        self._ended: dict[str, _EndedRequests] = {}
+        # Above every cursor of earlier processes, so that an old cursor never skips a new result.
         self._first = int(time() * 1000)
         self._news = asyncio.Condition()
         self._polls: set[asyncio.Timeout] = set()
         self._ending = False
 
     def open(self, label: str = "") -> Pending:
-        """A new request; those of one label can be waited for together."""
+        """Open a request. Requests with one label can be waited for together."""
         self._sweep()
         self._count += 1
         pending = Pending(f"{self._process}-{self._count}", label)
@@ -107,7 +105,7 @@ class Futures:
     def start(
         self, work: Callable[[], Awaitable[Result]], label: str = "", pending: Pending | None = None
     ) -> Pending:
-        """A request that `work` is done for, at once."""
+        """Start `work` in a task and return the request of its result."""
         pending = pending or self.open(label)
         pending.task = asyncio.create_task(self._run(pending, work))
         return pending
@@ -124,28 +122,28 @@ class Futures:
         await self.end(pending, result)
 
     async def end(self, pending: Pending, result: Result) -> None:
-        """Gives a request its result; the first one counts."""
+        """Set the result of a request, unless it already has one."""
         if pending.done.is_set():
             return
         pending.result, pending.ended_at = result, monotonic()
         pending.done.set()
         if pending.label:
-            self._under(pending.label).pending.append(pending)
+            self._ended_of(pending.label).pending.append(pending)
             async with self._news:
                 self._news.notify_all()
 
     def find(self, request_id: str) -> Pending:
-        """The request of that id. Raises Gone when there was or may have been one."""
+        """Return the request of that id. Raises Gone for one that expired or never existed."""
         pending = self._all.get(request_id)
         if pending is None:
-            why = "its result was dropped, as it was fetched long ago or by nobody for hours"
+            reason = "its result has expired"
             if request_id.partition("-")[0] != self._process:
-                why = "the server was restarted since; what was not saved before is lost"
-            raise Gone(f"request {request_id!r} is not known any more: {why}", param="request_id")
+                reason = "the server was restarted since, and unsaved weights are lost"
+            raise Gone(f"request {request_id!r} no longer exists: {reason}", param="request_id")
         return pending
 
     async def wait(self, request_id: str, seconds: float) -> Result | None:
-        """Its result, or None when it has none after so many seconds. Raises Gone."""
+        """Return the result of a request; None if there is none after `seconds`. Raises Gone."""
         pending = self.find(request_id)
         try:
             async with self._poll(seconds):
@@ -156,11 +154,11 @@ class Futures:
         return pending.result
 
     async def wait_any(self, label: str, cursor: int, seconds: float) -> tuple[list[Pending], int]:
-        """What has ended under a label since `cursor`, and the next cursor; empty after a while.
+        """Return the requests of a label that ended since `cursor`, and the next cursor.
 
-        What came before `cursor` was seen, and is forgotten.
+        The list is empty after `seconds` without one. Requests before `cursor` are dropped.
         """
-        ended = self._under(label)
+        ended = self._ended_of(label)
         ended.trim(cursor)
         try:
             async with self._poll(seconds), self._news:
@@ -169,17 +167,17 @@ class Futures:
             pass
         return list(ended.pending), ended.first + len(ended.pending)
 
-    def _under(self, label: str) -> _Ended:
-        return self._ended.setdefault(label, _Ended(self._first))
+    def _ended_of(self, label: str) -> _EndedRequests:
+        return self._ended.setdefault(label, _EndedRequests(self._first))
 
     def cancel(self, request_id: str) -> None:
-        """Stops the work on a request. Raises Gone."""
+        """Cancel the work on a request. Raises Gone."""
         task = self.find(request_id).task
         if task is not None:
             task.cancel()
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forgets results that their client has."""
+        """Let results expire that their client has received."""
         for request_id in request_ids:
             pending = self._all.get(request_id)
             if pending is not None and pending.done.is_set():
@@ -187,7 +185,7 @@ class Futures:
 
     @asynccontextmanager
     async def _poll(self, seconds: float) -> AsyncIterator[None]:
-        """Raises TimeoutError after so many seconds, or when the server ends."""
+        """Raise TimeoutError after `seconds`, or when the server shuts down."""
         limit = asyncio.timeout(0 if self._ending else seconds)
         self._polls.add(limit)
         try:
@@ -197,22 +195,22 @@ class Futures:
             self._polls.discard(limit)
 
     def end_polls(self) -> None:
-        """Has everybody who waits come back later: the server ends."""
+        """End all polls, so that clients poll again later: the server is shutting down."""
         self._ending = True
         for limit in self._polls:
             limit.reschedule(0)
 
     async def close(self) -> None:
-        """Stops all work that is under way."""
-        tasks = [each.task for each in self._all.values() if each.task is not None]
+        """Cancel all running work."""
+        tasks = [own.task for own in self._all.values() if own.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _sweep(self) -> None:
-        """Drops old results; looks at the oldest only, as they end roughly in their order."""
+        """Drop expired results among the oldest requests, which end roughly in their order."""
         now = monotonic()
-        for request_id in list(islice(self._all, SWEPT)):
+        for request_id in list(islice(self._all, SWEEP_SIZE)):
             pending = self._all[request_id]
             if not pending.done.is_set():
                 continue

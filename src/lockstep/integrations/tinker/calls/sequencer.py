@@ -1,7 +1,7 @@
-"""The calls of one model in the order of their seq_id, whatever order they arrive in.
+"""Runs the calls of one model in the order of their seq_id, whatever order they arrive in.
 
-A call that comes again is the same call: it has the request id of the first, and is done once. A
-call that was refused counts as done, so that those after it go on.
+A call that is sent again gets the request id of the first and runs once. A rejected call counts as
+done, so that later calls do not wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.tokens.errors import BadRequest, Conflict
 
 log = logging.getLogger(__name__)
 GAP_SECONDS = 330.0
-"""How long a missing call is waited for: the SDK tries to send one for up to 300 s."""
+"""How long to wait for a missing call. The SDK retries sending one for up to 300 s."""
 Work = Callable[[], Awaitable[Result]]
 
 
@@ -39,22 +39,22 @@ class Sequencer:
         self._task = asyncio.create_task(self._run())
 
     def submit(self, seq_id: int, digest: bytes, work: Work) -> Pending:
-        """The request of this call, which is new unless it came before.
+        """Return the request of this call; the existing one if the call was sent before.
 
-        Raises BadRequest for a seq_id that was used for another call, or given up: clients send
-        what met a conflict again, for minutes.
+        Raises BadRequest for a seq_id that was used for another call, or that was skipped. Not
+        Conflict, which clients retry for minutes.
         """
-        known = self._calls.get(seq_id)
-        if known is not None:
-            if known.digest != digest:
+        earlier = self._calls.get(seq_id)
+        if earlier is not None:
+            if earlier.digest != digest:
                 raise BadRequest(
                     f"seq_id {seq_id} was used for another call of this model", param="seq_id"
                 )
-            return known.pending
+            return earlier.pending
         if seq_id < self._next:
             raise BadRequest(
-                f"seq_id {seq_id} comes after seq_id {self._next - 1} of this model was done, and "
-                "was not waited for",
+                f"seq_id {seq_id} arrived too late: this model has already run seq_id "
+                f"{self._next - 1}",
                 param="seq_id",
             )
         pending = self._futures.open()
@@ -63,13 +63,12 @@ class Sequencer:
         return pending
 
     def consume(self, seq_id: int, work: Work) -> None:
-        """Has a call that was refused before it could be read do `work` in its turn, if anything:
-        those after it do not wait for it."""
+        """Run `work` in place of a rejected call, so that later calls do not wait for it."""
         if seq_id >= self._next and seq_id not in self._calls:
-            self.submit(seq_id, b"refused", work)
+            self.submit(seq_id, b"rejected", work)
 
     async def close(self) -> None:
-        """Stops; calls that have not begun are never done."""
+        """Stop. Calls that have not started never run."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -84,12 +83,13 @@ class Sequencer:
             except Exception as error:
                 result = Result.failure(error)
             self._next += 1
-            # The work holds its data, which is not needed again.
+            # Release the data of the call, but remember its digest.
             self._calls[self._next - 1] = _Call(call.pending, call.digest, _nothing)
             await self._futures.end(call.pending, result)
 
     async def _wait(self) -> None:
-        """Until the next call is here; calls behind one that never comes are given up."""
+        """Wait for the next call. Fail the calls behind one that does not arrive in time."""
+        # An idle client may wait for ever; a gap is an error once later calls wait behind it.
         behind = [seq for seq in self._calls if seq > self._next]
         self._arrived.clear()
         if not behind:
@@ -102,16 +102,16 @@ class Sequencer:
                     self._arrived.clear()
         except TimeoutError:
             missing = self._next
-            log.warning("seq_id %d never came: calls after it are refused", missing)
+            log.warning("seq_id %d did not arrive; calls after it fail", missing)
             for seq in sorted(seq for seq in self._calls if seq > missing):
                 error = Conflict(
-                    f"seq_id {missing} never came, and this call of seq_id {seq} stands behind it: "
-                    "nothing was done; go on from the last saved state"
+                    f"seq_id {missing} did not arrive, so this call of seq_id {seq} was not run: "
+                    "continue from the last saved state"
                 )
                 await self._futures.end(self._calls[seq].pending, Result.failure(error))
                 self._next = seq + 1
 
 
 async def _nothing() -> Result:
-    """The work of a call that is done."""
+    """Replace the work of a call that is done."""
     return Result.of({})

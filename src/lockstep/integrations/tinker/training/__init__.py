@@ -1,1 +1,1 @@
-"""Training of LoRA adapters over one base model: passes, losses, gradients and steps."""
+"""Training of LoRA adapters over one base model: datums, gradients and optimizer steps."""

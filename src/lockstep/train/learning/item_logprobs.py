@@ -1,0 +1,129 @@
+"""The learner's forward passes over train items: logprobs and entropies of their sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.engine.forward_pass import (
+    Ints,
+    TokenRows,
+    chosen_logprobs,
+    entropies,
+    packs,
+    tempered_logprobs,
+    token_logits,
+)
+from lockstep.engine.processing import process_spans
+from lockstep.engine.text.grammars import Grammars
+from lockstep.train.config import TrainConfig
+from lockstep.train.learning.batch import TrainItem
+from lockstep.train.learning.expert_replay import ExpertReplay
+
+PASS_TOKENS = 4096
+"""A pass takes more samples than `learner.micro_batch` while they have fewer tokens than this."""
+
+
+class ItemLogprobs:
+    """Scores the sampled tokens of train items with a model.
+
+    Values are flat, over the sampled tokens of one item after another (`sampled_at` gives their
+    positions). Names of such tensors end in N.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: TrainConfig,
+        grammars: Grammars | None,
+        replay: ExpertReplay | None,
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._grammars = grammars
+        self._replay = replay if config.learner.replay_experts else None
+
+    def passes(self, items: Sequence[TrainItem]) -> list[list[int]]:
+        """Return the indices of the items of each forward pass."""
+        order = list(range(len(items)))
+        if not packs(self._model):  # by length, so that a pass has little padding
+            order.sort(key=lambda at: len(items[at].sample.token_ids))
+        passes: list[list[int]] = []
+        tokens = 0
+        for at in order:
+            length = len(items[at].sample.token_ids)
+            full = passes and len(passes[-1]) >= self._config.learner.micro_batch
+            if not passes or (full and tokens + length > PASS_TOKENS):
+                passes.append([])
+                tokens = 0
+            passes[-1].append(at)
+            tokens += length
+        return passes
+
+    def score(self, items: Sequence[TrainItem], positions: Sequence[Ints]) -> tuple[Tensor, Tensor]:
+        """Return the logprobs of the tokens at `positions` (N,) and the entropies there (N,).
+
+        `positions[i]` is `sampled_at(items[i])`. A token that these weights cannot draw has -inf.
+        """
+        rows = self._arrange(items, positions)
+        with self._experts(items, rows):
+            own_NV, ids_N = token_logits(self._model, rows, positions)
+        processed = self._config.rollout.logprobs == "processed"
+        shaped = processed and any(item.sample.shaping for item in items)
+        temperature = self._config.rollout.temperature if processed else 1.0
+        if shaped:
+            shaped_NV = self._shape(own_NV.float(), items, positions)
+            logprobs_NV = torch.log_softmax(shaped_NV, dim=-1)
+        else:
+            logprobs_NV = tempered_logprobs(own_NV, temperature)
+        if own_NV.is_cuda and not shaped:
+            chosen_N = chosen_logprobs(own_NV, ids_N, temperature)
+        else:
+            chosen_N = logprobs_NV.gather(-1, ids_N[:, None]).squeeze(-1)
+        with torch.no_grad():
+            if shaped:  # a token that cannot be drawn adds 0, where p log p = 0 * -inf is NaN
+                logprobs_NV = logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0.0)
+            return chosen_N, entropies(logprobs_NV)
+
+    def _arrange(self, items: Sequence[TrainItem], positions: Sequence[Ints]) -> TokenRows:
+        sequences = [item.sample.token_ids for item in items]
+        if self._replay is not None:
+            # Versions may route the same prompt to different experts, so each sample keeps its own
+            # prompt; and no experts were recorded for tokens that only pad a row.
+            multiple = 1 if packs(self._model) else None
+            return TokenRows.arrange(self._model, sequences, multiple=multiple)
+        shared = [int(at[0]) if len(at) else 0 for at in positions]
+        return TokenRows.arrange(self._model, sequences, shared)
+
+    def _experts(self, items: Sequence[TrainItem], rows: TokenRows) -> AbstractContextManager[None]:
+        """Replay the recorded experts of the items in these rows."""
+        if self._replay is None:
+            return nullcontext()
+        samples = [item.sample for item in items]
+        return self._replay.of(samples, rows.width, self._model.device)
+
+    def _shape(
+        self, logits_NV: Tensor, items: Sequence[TrainItem], positions: Sequence[Ints]
+    ) -> Tensor:
+        """Return the logits that the tokens were drawn from: tempered, truncated, penalized."""
+        temperature = self._config.rollout.temperature
+        parts = logits_NV.split([len(at) for at in positions])
+        shaped = []
+        for own_NV, item, tokens in zip(parts, items, positions, strict=True):
+            ids, spans = item.sample.token_ids, item.sample.shaping
+            at = torch.from_numpy(tokens - 1).to(own_NV.device)
+            whole_TV = own_NV.new_zeros(len(ids) - 1, own_NV.shape[-1]).index_copy(0, at, own_NV)
+            processed_TV = process_spans(whole_TV, ids, spans, temperature, grammars=self._grammars)
+            shaped.append(processed_TV[at])
+        return torch.cat(shaped)
+
+
+def sampled_at(item: TrainItem) -> Ints:
+    """Return the positions of an item's sampled tokens, without position 0: nothing predicts it."""
+    at = np.flatnonzero(np.asarray(item.sample.sampled_mask, dtype=bool))
+    return at[at > 0]

@@ -1,0 +1,57 @@
+"""Sums over the tokens of a step, from which its metrics are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lockstep.train.losses.ratio import Ratio
+
+MASKS = ("is_masked", "is_masked_low", "is_masked_high")
+"""Metrics of losses that mask tokens. They are 0 under a loss that masks none."""
+
+
+class Tally:
+    """Sums and counts of each metric; `means` divides them."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self.mismatch_max = 0.0
+
+    def add(
+        self,
+        ratio: Ratio,
+        advantages_N: Tensor,
+        learn_N: Tensor,
+        metrics_N: Mapping[str, Tensor],
+    ) -> None:
+        """Add the tokens where `learn_N` is true; `metrics_N` are further values to average."""
+        metrics = {**dict.fromkeys(MASKS, torch.zeros_like(learn_N)), **metrics_N}
+        masked = metrics["is_masked"] & learn_N
+        kl = ratio.mismatch_kl_N
+        self._add("mismatch_kl", kl, learn_N)
+        self._add("masked_mismatch_kl", kl, masked)
+        self._add("unmasked_mismatch_kl", kl, learn_N & ~masked)
+        self._add("masked_advantage_positive", advantages_N > 0, masked)
+        self._add("masked_advantage_negative", advantages_N <= 0, masked)
+        for name, values in metrics.items():
+            self._add(name, values, learn_N)
+        if bool(learn_N.any()):
+            worst = float(ratio.log_r_N.detach()[learn_N].abs().max())
+            self.mismatch_max = max(self.mismatch_max, worst)
+
+    def _add(self, name: str, values_N: Tensor, where_N: Tensor) -> None:
+        values = values_N.detach()[where_N]
+        self._sums[name] = self._sums.get(name, 0.0) + float(values.double().sum())
+        self._counts[name] = self._counts.get(name, 0) + int(where_N.sum())
+
+    def means(self) -> dict[str, float]:
+        """Return every metric; 0 where no token was counted, such as no masked token."""
+        means = {
+            name: total / self._counts[name] if self._counts[name] else 0.0
+            for name, total in self._sums.items()
+        }
+        return {**means, "mismatch_max": self.mismatch_max}

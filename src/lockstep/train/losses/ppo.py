@@ -1,0 +1,24 @@
+"""PPO's clipped surrogate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.train.losses.loss import TokenLoss
+from lockstep.train.losses.ratio import masked_ratio
+
+
+def ppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    token_mask: Tensor,
+    *,
+    clip_low_threshold: float = 0.8,
+    clip_high_threshold: float = 1.2,
+) -> TokenLoss:
+    """-min(r * A, clip(r, low, high) * A)."""
+    ratio = masked_ratio(logprobs, old_logprobs, token_mask)
+    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    return TokenLoss(-torch.minimum(ratio * advantages, clipped * advantages))
