@@ -15,7 +15,7 @@ VERSION = "import sys; from importlib.metadata import version; print(version(sys
 
 
 def vllm(python: str | None = None) -> Check:
-    """vLLM servers: `lockstep serve --engine vllm`. `python` is LOCKSTEP_VLLM_PYTHON."""
+    """Check for vLLM (`lockstep serve --engine vllm`). `python` is LOCKSTEP_VLLM_PYTHON."""
     return _in_environment(
         "vLLM", "vllm", Path(python or ".venv-vllm/bin/python"),
         "scripts/install-vllm.sh, or set LOCKSTEP_VLLM_PYTHON",
@@ -23,14 +23,14 @@ def vllm(python: str | None = None) -> Check:
 
 
 def dynamo() -> Check:
-    """An NVIDIA Dynamo deployment: `lockstep dynamo`."""
+    """Check for NVIDIA Dynamo (`lockstep dynamo`)."""
     return _in_environment(
         "Dynamo", "ai-dynamo", Path(".venv-dynamo/bin/python"), "scripts/install-dynamo.sh"
     )
 
 
 def sglang() -> Check:
-    """SGLang servers: `lockstep gateway --worker URL`."""
+    """Check for SGLang (`lockstep gateway --worker URL`)."""
     return _in_environment(
         "SGLang", "sglang", Path(".venv-sglang/bin/python"),
         "start an SGLang server anywhere, then lockstep gateway --worker URL",
@@ -38,7 +38,7 @@ def sglang() -> Check:
 
 
 def _in_environment(name: str, package: str, python: Path, way_out: str) -> Check:
-    """Looks for the package in the environment of `python`, then in this one, without importing."""
+    """Look for the package in the environment of `python`, then in this one, without importing."""
     if shutil.which(python) is not None:
         version_query = subprocess.run(
             [python, "-c", VERSION, package], capture_output=True, text=True, timeout=SECONDS,
