@@ -1,4 +1,4 @@
-"""What the doctor says of ports, directories and the CPU is what is there."""
+"""Checks of ports, directories and the CPU report what is there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ model name : something else
 """
 
 
-def test_a_port_that_is_held_names_its_holder_and_the_option() -> None:
+def test_a_port_in_use_names_its_process_and_the_option() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
@@ -41,7 +41,7 @@ def test_the_cpu_is_named_with_the_instructions_it_lists(tmp_path: Path) -> None
     assert "cores" in host.cpu(tmp_path / "absent").found
 
 
-def test_directories_are_tried_by_writing_and_not_made(tmp_path: Path) -> None:
+def test_directories_are_checked_by_writing_and_not_created(tmp_path: Path) -> None:
     good = host.state_directory(tmp_path / "a" / "lockstep")
     assert good.status == "ok"
     assert list(tmp_path.iterdir()) == []
@@ -52,7 +52,7 @@ def test_directories_are_tried_by_writing_and_not_made(tmp_path: Path) -> None:
     assert (run.status, "--run-dir" in run.way_out) == ("fail", True)
 
 
-def test_an_engine_is_found_in_its_environment_or_named_as_absent(
+def test_an_engine_is_found_in_its_environment_or_reported_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -64,13 +64,13 @@ def test_an_engine_is_found_in_its_environment_or_named_as_absent(
     assert here.found.endswith(f"in {Path(sys.executable).parent.parent}")
 
 
-def test_a_check_that_dies_is_a_line_and_not_the_end_of_the_doctor(
+def test_a_check_that_crashes_is_reported_as_a_failed_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "dying.py").write_text("import os; os.kill(os.getpid(), 4)")
     (tmp_path / "raising.py").write_text("raise ValueError('broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (dead,) = child("dying", "torch")
-    assert (dead.status, "died of SIGILL" in dead.found) == ("fail", True)
+    assert (dead.status, "was killed by SIGILL" in dead.found) == ("fail", True)
     (raised,) = child("raising", "torch")
-    assert "ended with code 1: ValueError: broken" in raised.found
+    assert "exited with code 1: ValueError: broken" in raised.found

@@ -101,7 +101,7 @@ def test_the_nodes_of_a_verifiers_trace_add_up_to_the_sample() -> None:
     [
         (["--format", "parquet", "."], "--output"),
         (["."], "without a training run"),
-        (["README.md"], "is no sample"),
+        (["README.md"], "is not a sample"),
     ],
 )
 def test_a_failed_export_is_an_error_with_the_reason(arguments: list[str], says: str) -> None:

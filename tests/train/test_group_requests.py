@@ -162,7 +162,9 @@ def request(seed: int | None, **options: Any) -> GenerateRequest:
 
 
 def group_of(scripted: Scripted, size: int, waits: SiblingWaits | None = None) -> GroupRequests:
-    return GroupRequests(cast(Transport, scripted), waits or SiblingWaits(), size=size, most=8)
+    return GroupRequests(
+        cast(Transport, scripted), waits or SiblingWaits(), size=size, max_choices=8
+    )
 
 
 async def sent(*requests: GenerateRequest) -> list[tuple[int | None, int]]:

@@ -10,12 +10,15 @@ Status = Literal["ok", "note", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`fail` means that `lockstep demo` cannot run here; `note` that something optional is missing
-    or slower or weaker than it could be. `found` is what was seen, `way_out` what to do."""
+    """The result of one check: what was found, and `way_out`, what to do about it.
+
+    Status `fail` means that `lockstep demo` cannot run here, `note` that something optional is
+    missing, slower or weaker than it could be.
+    """
 
     name: str
     status: Status
-    found: str
+    found: str  # prose: allow (a key of --json)
     way_out: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks that need torch. Run as a program, it prints them as JSON."""
+"""Checks that need torch. Run as a program, the module prints them as JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ON_GPU = EngineOptions(device="cuda", max_seqs=4, max_model_len=256, warm_second
 
 
 def checks() -> Iterator[Check]:
-    """Instructions, threads, exactness, bf16 and CUDA."""
-    bf16_check = bf16()  # before anything else is computed: oneDNN reads its limit only once
+    """Yield the checks of instructions, threads, exactness, bf16 and CUDA."""
+    bf16_check = bf16()  # first, because oneDNN reads its limit only once
     yield Check("torch", "ok", f"{torch.__version__} with {numerics.isa()} instructions")
     yield threads()
     yield exact()
@@ -35,26 +35,26 @@ def checks() -> Iterator[Check]:
 
 
 def threads() -> Check:
-    """Whether torch takes more threads than this process has cores."""
+    """Check whether torch uses more threads than this process has cores."""
     count = torch.get_num_threads()
     if count > cores():
-        finding = f"torch takes {count}, but this process may use {cores()} cores"
+        finding = f"torch uses {count}, but this process may use {cores()} cores"
         return Check("threads", "note", finding, f"export OMP_NUM_THREADS={cores()}")
-    return Check("threads", "ok", f"torch takes {count} of {cores()} cores, a worker 1")
+    return Check("threads", "ok", f"torch uses {count} of {cores()} cores, a worker 1")
 
 
 def exact() -> Check:
-    """Whether engine and trainer compute equal logprobs: both are run and compared."""
+    """Check whether engine and trainer compute equal logprobs, by running both."""
     report = selftest.run("tiny")
     how = f"MKL {report.plan.mkl}, rows in multiples of {report.plan.rows}"
     if report.exact:
         count = len(report.checks)
         return Check("exact", "ok", f"yes, in fp32: {count} comparisons bit for bit, {how}")
-    return Check("exact", "note", f"no: {report.problem} ({how})", "runs go on in close mode")
+    return Check("exact", "note", f"no: {report.problem} ({how})", "runs use close mode")
 
 
 def bf16() -> Check:
-    """Whether bf16 products run at all: some hypervisors list instructions that they forbid."""
+    """Check whether bf16 products run. Some hypervisors list instructions that they forbid."""
     try:
         limit = make_bf16_safe()
     except EngineFailure as error:
@@ -67,13 +67,13 @@ def bf16() -> Check:
 
 
 def cuda() -> Check:
-    """Which GPUs torch can use."""
+    """Check which GPUs torch can use."""
     if not torch.cuda.is_available():
         if (made_for := torch.version.cuda) is None:
             why, way_out = "this torch has no CUDA", "install torch for CUDA on a GPU machine"
         else:
             why = f"no GPU is visible to this torch, made for CUDA {made_for}"
-            way_out = "where there is one, nvidia-smi and CUDA_VISIBLE_DEVICES tell why"
+            way_out = "if there is one, check nvidia-smi and CUDA_VISIBLE_DEVICES"
         return Check("CUDA", "note", f"{why} (optional)", way_out)
     names = {torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())}
     finding = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
@@ -81,19 +81,19 @@ def cuda() -> Check:
         return Check("CUDA", "ok", f"{finding}; {on_gpu()}")
     except (LockstepError, RuntimeError) as error:
         return Check(
-            "CUDA", "note", f"{finding}, but no engine runs there: {error}", "--device cpu"
+            "CUDA", "note", f"{finding}, but no engine runs on it: {error}", "--device cpu"
         )
 
 
 def on_gpu() -> str:
-    """What engines do on the first GPU, in words: they are started with the bundled model."""
+    """Describe how engines run on the first GPU, by starting them with the bundled model."""
     directory = bundled("tiny")
     if directory is None:
         raise EngineFailure("the bundled model tiny is missing")
     findings = []
     for name, dtype in GPU_TYPES.items():
         core = Core(directory, replace(ON_GPU, dtype=dtype))
-        speed = "by captured graphs" if core.overlapped else "step by step, without kernels"
+        speed = "with CUDA graphs" if core.overlapped else "without graphs and kernels"
         how = f"close: {core.arithmetic_note}"
         if core.plan.is_exact:
             how = "exact: engine and trainer agree bit for bit"

@@ -1,4 +1,4 @@
-"""All checks of this machine; those that compute run in a child process, which may crash."""
+"""All checks of this machine. Those that compute run in a child process, which may crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCH = "pip install 'lockstep-rl[train]'"
 
 
 def examine() -> Iterator[Check]:
-    """Each check as soon as it is made; the slow ones take some seconds."""
+    """Yield each check as soon as it is done. The slow ones take some seconds."""
     yield host.versions()
     yield host.cpu()
     yield from _computing()
@@ -31,8 +31,10 @@ def examine() -> Iterator[Check]:
 
 
 def _computing() -> Iterator[Check]:
-    """Checks that need torch, in a process of their own: an instruction that the CPU lists and the
-    hypervisor forbids kills the process that tries it."""
+    """Yield the checks that need torch, from a child process.
+
+    An instruction that the CPU lists and the hypervisor forbids kills the process that uses it.
+    """
     missing = [name for name in ("torch", "safetensors") if find_spec(name) is None]
     if missing:
         finding = f"{' and '.join(missing)} not installed: no embedded engine, training or demo"
@@ -42,7 +44,7 @@ def _computing() -> Iterator[Check]:
 
 
 def child(module: str, name: str) -> list[Check]:
-    """The checks that a module prints as JSON when it is run; one failed check if it crashes."""
+    """Return the checks that a module prints as JSON, or one failed check if it crashes."""
     try:
         process = subprocess.run(
             [sys.executable, "-P", "-m", module], capture_output=True, text=True,
@@ -50,13 +52,13 @@ def child(module: str, name: str) -> list[Check]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         finding = f"{module} did not end within {CHILD_SECONDS:g} s"
-        return [Check(name, "fail", finding, "try it on an idle machine")]
+        return [Check(name, "fail", finding, "retry on an idle machine")]
     if process.returncode:
         last = (process.stderr.strip().splitlines() or [""])[-1]
         how = (
-            f"died of {signal.Signals(-process.returncode).name}"
+            f"was killed by {signal.Signals(-process.returncode).name}"
             if process.returncode < 0
-            else f"ended with code {process.returncode}"
+            else f"exited with code {process.returncode}"
         )
-        return [Check(name, "fail", f"{module} {how}: {last}", f"python -m {module} shows it")]
+        return [Check(name, "fail", f"{module} {how}: {last}", f"run python -m {module}")]
     return [Check(**row) for row in json.loads(process.stdout)]

@@ -101,11 +101,11 @@ class Loss:
                 )
         merged: dict[str, Option] = {}
         values: dict[str, Option | None] = {**self.options, **options}
-        for key, value in values.items():
-            if value is None:
+        for key, choice in values.items():
+            if choice is None:
                 raise BadRequest(
                     f"{field}.{key} is missing: {name} has no default for it",
                     param=f"{field}.{key}",
                 )
-            merged[key] = value if isinstance(value, str) else float(value)
+            merged[key] = choice if isinstance(choice, str) else float(choice)
         return merged
