@@ -29,7 +29,7 @@ def optional_engines(vllm_python: str | None = None) -> Iterator[Check]:
 
 
 def _in_environment(name: str, package: str, python: Path, way_out: str) -> Check:
-    """Looks for the package in the environment of `python`, then in this one, without importing."""
+    """Look for the package in the environment of `python`, then in this one, without importing."""
     if shutil.which(python) is not None:
         version_query = subprocess.run(
             [python, "-c", VERSION, package], capture_output=True, text=True, timeout=SECONDS,
