@@ -1,4 +1,4 @@
-"""Progress of long work on a terminal; nothing where there is none."""
+"""Progress display of long work on a terminal; silent without one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 
 class Progress:
-    """One line on standard error that says what goes on, while the block runs.
+    """One line on standard error that shows the current step while the block runs.
 
-    Without a terminal, or when it is not `shown`, nothing is written, and rich is not imported.
-    `total` makes it a bar; without one it is a spinner with the seconds since it began.
+    Without a terminal, or with `visible` false, nothing is written and rich is not imported.
+    `total` makes it a bar; without one it is a spinner with the elapsed seconds.
     """
 
-    def __init__(self, title: str, total: float | None = None, *, shown: bool = True) -> None:
+    def __init__(self, title: str, total: float | None = None, *, visible: bool = True) -> None:
         self._title = title
         self._total = total
-        self._shown = shown and sys.stderr.isatty()
+        self._shown = visible and sys.stderr.isatty()
         self._done = 0.0
 
     def __enter__(self) -> Progress:
@@ -51,24 +51,24 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """What goes on now."""
+        """Show the current step."""
         if self._shown:
             self._bar.update(
                 self._task, description=f"{self._title}: {text}" if text else self._title
             )
 
     def advance(self, amount: float = 1.0) -> None:
-        """So much more is done."""
+        """Advance by this amount."""
         self.reach(self._done + amount)
 
     def reach(self, done: float) -> None:
-        """So much is done in all."""
+        """Set the completed amount."""
         self._done = done
         if self._shown:
             self._bar.update(self._task, completed=done)
 
     def each(self, items: Iterable[T]) -> Iterator[T]:
-        """The same items, counted as they pass."""
+        """Yield the same items, counting them."""
         for count, item in enumerate(items, start=1):
             self.say(str(count)) if self._total is None else self.reach(count)
             yield item

@@ -1,4 +1,4 @@
-"""A run directory read back: its steps, samples and events, and a summary of them."""
+"""Reader of a run directory: steps, samples, events, and a summary of them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The outcome of a run. Counts are over all steps, and most seconds are medians."""
+    """Outcome of a run. Counts are totals over all steps, and most durations are medians."""
 
     reward_before: float | None
     reward_after: float | None
     mismatch_kl: float
-    """The largest of any step."""
+    """Maximum over the steps."""
     max_difference: float
-    """The furthest that a logprob of the trainer was from the engine's, in any step."""
+    """Largest difference between a trainer logprob and the engine's, over all steps."""
     close_bound: float | None
-    """How far it may be, of a run in close mode; None of one that was to be exact."""
+    """Allowed difference of a run in close mode; None for an exact run."""
     close_reason: str
     masked: float
-    """The largest share of masked tokens of any step."""
+    """Largest share of masked tokens of any step."""
     breaks: int
     aborts: int
     skipped: int
-    """Steps that had no token to learn from."""
+    """Number of steps without a token to train on."""
     versions: dict[str, str]
-    """The weights each worker served at the end."""
+    """Weight version that each worker served at the end."""
     pause_seconds: float
     longest_pause: float
     step_seconds: float
@@ -45,27 +45,29 @@ class Summary:
 
     @property
     def agreed(self) -> bool:
-        """Whether there are workers, and all of them serve one version."""
+        """Whether there are workers and all serve one version."""
         return len(set(self.versions.values())) == 1
 
     @property
     def kept(self) -> bool:
         """Whether trainer and engine stayed in lockstep: nothing differed, broke or was masked.
 
-        In close mode logprobs may differ, within the bound of `lockstep.train.learning.exactness`.
+        In close mode, logprobs may differ within the bound of `lockstep.train.learning.exactness`.
         """
         return self.near and self.masked == 0 and self.breaks == 0 and self.agreed
 
     @property
     def near(self) -> bool:
-        """Whether the trainer's logprobs were the engine's: bit for bit, or within the bound."""
+        """Whether the trainer's logprobs equalled the engine's: bit for bit, or within the
+        bound.
+        """
         if self.close_bound is None:
             return self.mismatch_kl == 0
         return self.max_difference <= self.close_bound
 
     @property
     def mismatch(self) -> str:
-        """How trainer and engine compare, in words that never call a small number zero."""
+        """Comparison of trainer and engine in words that never call a small number zero."""
         if self.close_bound is not None:
             return f"close: max |Δ| {self.max_difference:.1e} because {self.close_reason}"
         return "exactly 0, bit for bit" if self.mismatch_kl == 0 else figure(self.mismatch_kl)
@@ -73,7 +75,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The files of a run directory, read."""
+    """Contents of a run directory."""
 
     about: Row
     steps: list[Row]
@@ -82,7 +84,9 @@ class Run:
 
     @classmethod
     def read(cls, directory: str | Path) -> Run:
-        """Raises NotFound when there is no run, BadRequest for a line that is not JSON."""
+        """Read a run directory. Raises NotFound without a run, BadRequest for a line that is not
+        JSON.
+        """
         directory = Path(directory)
         if not (directory / METRICS).is_file():
             raise NotFound(
@@ -98,12 +102,12 @@ class Run:
 
     @property
     def start(self) -> float:
-        """When it began, in seconds of the epoch; 0 when nobody wrote it down."""
+        """Start time in seconds of the epoch; 0 if it was not recorded."""
         first = self.events[0]["time"] if self.events else 0.0
         return float(self.about.get("started") or first)
 
     def ends(self) -> list[float]:
-        """When each step ended, in seconds after the start. Its update is its end."""
+        """End of each step (its update), in seconds after the start."""
         updates = {
             event["step"]: float(event["time"]) - self.start
             for event in self.events
@@ -116,7 +120,7 @@ class Run:
         return ends
 
     def summary(self) -> Summary:
-        """Raises BadRequest for a run without a step."""
+        """Summarise the run. Raises BadRequest for a run without a step."""
         if not self.steps:
             raise BadRequest("this run has no steps yet: a report needs at least one")
         steps, ended = self.steps, self.about.get("ended")
@@ -145,7 +149,7 @@ class Run:
 
 
 def describe(event: Row) -> str:
-    """An event in words."""
+    """Return an event as a sentence."""
     worker, version = event.get("worker"), event.get("version")
     match event["kind"]:
         case "worker_killed":
@@ -169,7 +173,7 @@ def describe(event: Row) -> str:
 
 
 def figure(value: float) -> str:
-    """A number as people read it: 0 is exactly 0, and nothing small looks like it."""
+    """Format a number for people: 0 means exactly 0, and no small number looks like it."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if abs(value) < 1e-3:
@@ -178,7 +182,7 @@ def figure(value: float) -> str:
 
 
 def lanes(run: Run) -> list[Row]:
-    """For each worker its spans of time, in seconds after the start: serving, or down."""
+    """Return for each worker its time spans, in seconds after the start: serving, or down."""
     ids = {worker["id"] for step in run.steps for worker in step.get("workers", ())}
     last = [float(event["time"]) - run.start for event in run.events[-1:]]
     until = max([run.summary().seconds, *run.ends(), *last])
@@ -190,7 +194,7 @@ def lanes(run: Run) -> list[Row]:
                 at = float(event["time"]) - run.start
                 if event["kind"] in ("worker_killed", "worker_lost", "worker_back"):
                     state = "serving" if event["kind"] == "worker_back" else "down"
-                    if state != marks[-1][1]:  # a death is seen twice: killed, then missed
+                    if state != marks[-1][1]:  # a death is recorded twice: killed, then missed
                         marks.append((at, state))
         spans = [
             {"from": begin, "to": end, "state": state}
@@ -202,9 +206,9 @@ def lanes(run: Run) -> list[Row]:
 
 
 def _lines(path: Path) -> list[Row]:
-    """The objects of a JSONL file; none if it is missing.
+    """Return the objects of a JSONL file; none if it is missing.
 
-    A last line without its end is what a killed trainer leaves, and is not part of the run.
+    A killed trainer may leave an incomplete last line, which is not part of the run.
     """
     if not path.is_file():
         return []

@@ -1,7 +1,7 @@
-"""The gateways that run on this machine for this user, so that commands find them.
+"""Registry of the gateways that this user runs on this machine, so that commands find them.
 
-Each writes one file into a directory that only the user may read, and holds a lock on it for as
-long as it lives: an entry without a holder is of a gateway that has ended, whatever its pid is now.
+Each gateway writes one file into a directory that only the user may read, and holds a lock on it
+while it lives: an unlocked entry belongs to a gateway that has ended, whatever process has its pid.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DEFAULT_URL = "http://127.0.0.1:8001"
 
 
 class RunningGateway(msgspec.Struct, frozen=True):
-    """One gateway: where it listens, and the file with its admin token, if it has one.
+    """One gateway: its addresses, and the file with its admin token, if it has one.
 
-    `state_dir` is None where its state is in memory.
+    `state_dir` is None if its state is in memory.
     """
 
     url: str
@@ -38,15 +38,15 @@ class RunningGateway(msgspec.Struct, frozen=True):
 
 
 def registry_dir() -> Path:
-    """Where the entries are; it may not exist yet."""
+    """Return the directory of the entries; it may not exist yet."""
     return state_home() / "running"
 
 
 @contextmanager
 def registered(gateway: RunningGateway) -> Iterator[None]:
-    """Other commands find this gateway while the block runs.
+    """Register this gateway while the block runs, so that other commands find it.
 
-    A state home that cannot be written is logged: the gateway serves without being found.
+    If the state home is not writable, log it; the gateway serves without an entry.
     """
     try:
         handle, path = _write(gateway)
@@ -65,7 +65,7 @@ def registered(gateway: RunningGateway) -> Iterator[None]:
 
 
 def running_gateways() -> list[RunningGateway]:
-    """Those that run now, by their admin URL. Entries of gateways that have ended are removed."""
+    """Return the running gateways by admin URL, and remove entries of gateways that have ended."""
     entries = []
     for path in registry_dir().glob("*.json"):
         entry = _read(path)
@@ -75,18 +75,18 @@ def running_gateways() -> list[RunningGateway]:
 
 
 def choose_gateway(url: str | None = None) -> RunningGateway | None:
-    """The gateway with that admin URL, or the only one; None when there is none.
+    """Return the gateway with that admin URL, or the only one; None if there is none.
 
-    Raises BadRequest that lists them when there are several and none was named.
+    Raises BadRequest that lists them if there are several and none was named.
     """
     gateways = running_gateways()
     if url is not None:
-        return next((each for each in gateways if each.admin_url == url.rstrip("/")), None)
+        return next((gateway for gateway in gateways if gateway.admin_url == url.rstrip("/")), None)
     if len(gateways) > 1:
         lines = [
-            f"\n  --url {each.admin_url}  serves {each.model} at {each.url}, process {each.pid}, "
-            f"state in {each.state_dir or 'memory'}"
-            for each in gateways
+            f"\n  --url {gateway.admin_url}  serves {gateway.model} at {gateway.url}, "
+            f"process {gateway.pid}, state in {gateway.state_dir or 'memory'}"
+            for gateway in gateways
         ]
         raise BadRequest(
             f"{len(gateways)} gateways run here: choose one with --url{''.join(lines)}",
@@ -98,10 +98,10 @@ def choose_gateway(url: str | None = None) -> RunningGateway | None:
 def find_control_plane(
     url: str | None, token_file: Path | None, settings: Settings
 ) -> tuple[str, str]:
-    """The admin URL and its token: as given, else those of the gateway that runs here.
+    """Return the admin URL and token: as passed, else those of the gateway running here.
 
-    A gateway that has written its own token file is asked with that token. Raises BadRequest when
-    several run and none was named, when none runs, or when nothing gives the token.
+    A gateway that wrote its own token file is addressed with that token. Raises BadRequest if
+    several are running and none was named, if none is running, or if there is no token.
     """
     named = url or settings.admin_url
     gateway = choose_gateway(named)
@@ -130,7 +130,7 @@ def find_control_plane(
 
 
 def _write(gateway: RunningGateway) -> tuple[int, Path]:
-    import fcntl  # there is none on Windows, where no gateway runs
+    import fcntl  # not available on Windows, where no gateway runs
 
     directory = registry_dir()
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -150,19 +150,19 @@ def _write(gateway: RunningGateway) -> tuple[int, Path]:
 
 
 def _read(path: Path) -> RunningGateway | None:
-    """The entry, or None when nobody holds it any more."""
+    """Return the entry, or None if its gateway has ended."""
     import fcntl
 
     try:
         with path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:  # its gateway lives
+            except OSError:  # locked: its gateway lives
                 return msgspec.json.decode(file.read(), type=RunningGateway)
             with suppress(FileNotFoundError):
                 path.unlink()
     except FileNotFoundError:
-        return None  # it ended just now
+        return None  # the gateway has just ended
     except (OSError, msgspec.DecodeError) as error:
         log.warning("%s is no entry of a running gateway: %s", path, error)
     return None

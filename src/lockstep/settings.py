@@ -1,4 +1,4 @@
-"""Everything that the environment decides, read once, under the prefix LOCKSTEP_."""
+"""Settings from the environment, read once, under the prefix LOCKSTEP_."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ TRACE = PREFIX + "TRACE"
 SHORTEST_KEY = 8
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SET_FOR_PROGRAMS = frozenset({PREFIX + "ROLLOUT", PREFIX + "TASK"})
-"""What `lockstep train` tells the agents and rewards that it starts, which may use Lockstep too."""
+"""Variables that `lockstep train` sets for the agents and rewards it starts, which may use Lockstep
+too.
+"""
 SERVICE_NAME = re.compile(r"LOCKSTEP(_[A-Z0-9_]+)?_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)")
 SERVICE_PORT = re.compile(
     r"LOCKSTEP(_[A-Z0-9_]+)?_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?"
@@ -31,26 +33,26 @@ SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Values from the environment; options of a command beat them.
+    """Values from the environment; command-line options take precedence.
 
-    LOCKSTEP_ADMIN_TOKEN     the bearer token of admin routes; made and written to a file if absent
-    LOCKSTEP_ADMIN_TOKEN_FILE  the file that holds it, instead
-    LOCKSTEP_ADMIN_URL       where `lockstep state`, `pause` and the like find the control plane
-    LOCKSTEP_API_KEYS        keys of a gateway's or worker's data port, comma between; absent: open
-    LOCKSTEP_KEY_FILE        the file of a gateway's keys and their tenants; see `lockstep keys`
-    LOCKSTEP_STORE           the PostgreSQL database of a gateway, as --store names it
-    LOCKSTEP_WORKER_API_KEY  the key that a gateway sends to its workers
-    LOCKSTEP_TLS_CA          certificates that this process trusts as a client, as a PEM file
-    LOCKSTEP_TLS_CERT        the certificate that it shows as a client, and
-    LOCKSTEP_TLS_KEY         its key; for servers that demand one
+    LOCKSTEP_ADMIN_TOKEN     bearer token of admin routes; if absent, one is created in a file
+    LOCKSTEP_ADMIN_TOKEN_FILE  file that contains it, instead
+    LOCKSTEP_ADMIN_URL       control plane for `lockstep state`, `pause` and similar commands
+    LOCKSTEP_API_KEYS        keys of a gateway's or worker's data port, by comma; absent: open
+    LOCKSTEP_KEY_FILE        file of a gateway's keys and their tenants; see `lockstep keys`
+    LOCKSTEP_STORE           PostgreSQL database of a gateway, like --store
+    LOCKSTEP_WORKER_API_KEY  key that a gateway sends to its workers
+    LOCKSTEP_TLS_CA          PEM file of certificates that this process trusts as a client
+    LOCKSTEP_TLS_CERT        certificate that it presents as a client, and
+    LOCKSTEP_TLS_KEY         its key; for servers that require one
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
     LOCKSTEP_TRACE           1: send spans to an OpenTelemetry collector, as --trace does
-    LOCKSTEP_VERIFIERS       sessions: every train client of verifiers in this process uses them
-    LOCKSTEP_VLLM_PYTHON     the python of the environment that has vLLM; else .venv-vllm's
-    LOCKSTEP_VLLM_SKIP_REPAIRS  repairs that vLLM's worker extension leaves out, with commas between
+    LOCKSTEP_VERIFIERS       sessions: every verifiers train client in this process uses them
+    LOCKSTEP_VLLM_PYTHON     Python interpreter of the vLLM environment; default .venv-vllm
+    LOCKSTEP_VLLM_SKIP_REPAIRS  repairs that vLLM's worker extension skips, comma separated
 
-    Any other name with this prefix is an error, as it would change nothing. Those that Kubernetes
-    sets for a Service called lockstep, or lockstep-something, are passed over.
+    Any other name with this prefix is an error, because it would have no effect. Variables that
+    Kubernetes sets for a Service called lockstep, or lockstep-something, are ignored.
     """
 
     admin_token: str | None = None
@@ -71,18 +73,18 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """The settings. Raises BadRequest for a LOCKSTEP_ variable that nobody knows."""
-        known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+        """Read the settings. Raises BadRequest for an unknown LOCKSTEP_ variable."""
+        names = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in environ.items():
             if not name.startswith(PREFIX) or name in SET_FOR_PROGRAMS:
                 continue
             if _is_kubernetes(name, value):
                 continue
-            if name not in known:
-                raise _unknown(name, list(known))
+            if name not in names:
+                raise _unknown(name, list(names))
             convert = CONVERSIONS.get(name)
-            values[known[name]] = value if convert is None else convert(value)
+            values[names[name]] = value if convert is None else convert(value)
         if ADMIN_TOKEN_FILE in environ:
             values |= _token_of(environ)
         settings = cls(**values)
@@ -94,33 +96,34 @@ class Settings:
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory of what Lockstep keeps for this user: $XDG_STATE_HOME/lockstep, by default
-    ~/.local/state/lockstep. It may not exist yet."""
+    """Return the directory of Lockstep's files for this user: $XDG_STATE_HOME/lockstep, by default
+    ~/.local/state/lockstep. It may not exist yet.
+    """
     directory = Path(environ.get("XDG_STATE_HOME", ""))
-    # The specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (directory if directory.is_absolute() else Path.home() / ".local" / "state") / "lockstep"
 
 
 def _is_kubernetes(name: str, value: str) -> bool:
-    """Whether Kubernetes has set it: every pod beside a Service gets the Service's addresses."""
+    """Return whether Kubernetes set it: every pod gets the addresses of Services beside it."""
     if SERVICE_NAME.fullmatch(name) or SERVICE_PORT.fullmatch(name):
         return True
-    # By its name alone, LOCKSTEP_PORT=9000 would be somebody who wants another port.
+    # The name alone does not decide: LOCKSTEP_PORT=9000 would be a user's mistaken setting.
     return name.endswith("_PORT") and SERVICE_URL.match(value) is not None
 
 
-def _unknown(name: str, known: list[str]) -> BadRequest:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+def _unknown(name: str, names: list[str]) -> BadRequest:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     meant = f"did you mean {close[0]}? " if close else ""
     return BadRequest(
         f"environment variable {name} is not known: {meant}Unset it, or use one of "
-        f"{', '.join(known)}",
+        f"{', '.join(names)}",
         param=name,
     )
 
 
 def _token_of(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The token in the file that the environment names. Raises BadRequest if there is none."""
+    """Return the token in the file named by the environment. Raises BadRequest if there is none."""
     path = Path(environ[ADMIN_TOKEN_FILE])
     if ADMIN_TOKEN in environ:
         raise BadRequest(
@@ -131,7 +134,7 @@ def _token_of(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_token(path: Path, param: str = "token_file") -> str:
-    """The token in a file. Raises BadRequest when it cannot be read, or holds none."""
+    """Return the token in a file. Raises BadRequest if it cannot be read or is empty."""
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -143,7 +146,9 @@ def read_token(path: Path, param: str = "token_file") -> str:
 
 
 def _keys(value: str) -> tuple[str, ...]:
-    """The keys in `value`. Raises BadRequest for none: whoever sets it does not mean "open"."""
+    """Return the keys in `value`. Raises BadRequest for none: an empty list must not mean
+    "open".
+    """
     keys = tuple(key.strip() for key in value.split(",") if key.strip())
     if not keys or min(map(len, keys)) < SHORTEST_KEY:
         raise BadRequest(
@@ -155,7 +160,7 @@ def _keys(value: str) -> tuple[str, ...]:
 
 
 def _switch(value: str) -> bool:
-    """Whether it is on. Raises BadRequest for anything but 1 and 0."""
+    """Return whether it is on. Raises BadRequest for anything but 1 and 0."""
     if value not in ("0", "1", ""):
         raise BadRequest(f"{TRACE} is {value!r}: expected 1 or 0", param=TRACE)
     return value == "1"
@@ -169,4 +174,4 @@ CONVERSIONS: Mapping[str, Callable[[str], object]] = {
     PREFIX + "TLS_CERT": Path,
     PREFIX + "TLS_KEY": Path,
 }
-"""What makes a value of another type of a variable's text."""
+"""Conversions of variables whose value is not a string."""

@@ -1,1 +1,1 @@
-"""What a trainer hands to a fleet: files, manifest, digests, probe, and their validation."""
+"""Checkpoints that a trainer hands to a fleet: files, manifest, digests, probe, validation."""

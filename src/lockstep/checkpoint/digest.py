@@ -1,8 +1,8 @@
-"""Digests that identify weights by their contents: one of every tensor, and one of them all.
+"""Digests that identify weights by their contents: one per tensor, and one of them all.
 
-A digest covers type, shape and every byte in order, so a tensor whose rows were swapped is another
-one. It does not depend on how a checkpoint is split into files. SHA-256 because CPUs have
-instructions for it: 1.6 GB/s on one core, where blake2b of the same library makes 0.9.
+A digest covers dtype, shape and every byte in order, so a tensor with swapped rows has another
+digest. It does not depend on how a checkpoint is split into files. SHA-256 because CPUs have
+instructions for it: 1.6 GB/s on one core, where blake2b of the same library reaches 0.9.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from lockstep.checkpoint.tensor_names import DERIVED, SHOWN
 
 LENGTH = 32
-"""Hexadecimal digits that are kept: 128 bits."""
+"""Number of hexadecimal digits kept: 128 bits."""
 SCHEME = "sha256:"
-"""Begins every combined digest: one that was made another way says nothing about this one."""
+"""Prefix of every combined digest; digests with another prefix are not comparable."""
 
 
 def tensor_digest(dtype: str, shape: Sequence[int], parts: Iterable[bytes | memoryview]) -> str:
-    """The digest of one tensor; `dtype` as safetensors names it, its bytes in any parts."""
+    """Return the digest of one tensor; `dtype` is safetensors' name, the bytes come in any
+    parts.
+    """
     digest = tensor_hash(dtype, shape)
     for part in parts:
         digest.update(part)
@@ -27,12 +29,12 @@ def tensor_digest(dtype: str, shape: Sequence[int], parts: Iterable[bytes | memo
 
 
 def tensor_hash(dtype: str, shape: Sequence[int]) -> hashlib._Hash:
-    """What is to be updated with a tensor's bytes: LENGTH digits of it are then its digest."""
+    """Return a hash to update with a tensor's bytes; its first LENGTH digits are the digest."""
     return hashlib.sha256(f"{dtype} {list(shape)}\0".encode())
 
 
 def combined(tensors: Mapping[str, str]) -> str:
-    """The digest of a whole set of weights, from the digests of its tensors by name."""
+    """Return the digest of a whole set of weights, from the digests of its tensors by name."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         if not name.endswith(DERIVED):
@@ -41,7 +43,7 @@ def combined(tensors: Mapping[str, str]) -> str:
 
 
 def differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> str:
-    """Names the tensors in which two sets differ, in words."""
+    """Describe the tensors in which two sets differ."""
     names = sorted(
         name
         for name in expected.keys() | actual.keys()

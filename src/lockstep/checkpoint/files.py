@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: written whole or not at all, JSON read strictly."""
+"""Small files of a checkpoint: atomic writes and strict reading of JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _put_off = _PutOff()
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` so that a crash leaves the old contents or the new, never a part."""
+    """Write `data` to `path` atomically: a crash leaves the old contents or the new, never a
+    part.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -42,8 +44,9 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class PutOffSyncs:
-    """What was written and need not have reached the disk yet: it outlives the process, and a power
-    cut only after `sync`."""
+    """Files whose fsync is deferred: they survive the process, but a power cut only after
+    `sync`.
+    """
 
     def __init__(self) -> None:
         self._paths: dict[Path, None] = {}
@@ -52,7 +55,7 @@ class PutOffSyncs:
         self._paths[path] = None
 
     def sync(self) -> None:
-        """Returns when all of it that is still there would outlive a power cut."""
+        """Flush all files that still exist to disk."""
         for path in list(self._paths):
             with suppress(FileNotFoundError):
                 sync(path)
@@ -61,9 +64,9 @@ class PutOffSyncs:
 
 @contextmanager
 def put_off_syncs() -> Iterator[PutOffSyncs]:
-    """Has what this thread writes in the block synced when the caller says so, not at once.
+    """Defer the fsync of files that this thread writes in the block until `sync` is called.
 
-    Whoever reads it after a power cut without that must compare it with its hashes.
+    After a power cut before that, readers must compare the files with their hashes.
     """
     before, _put_off.syncs = _put_off.syncs, PutOffSyncs()
     try:
@@ -73,7 +76,7 @@ def put_off_syncs() -> Iterator[PutOffSyncs]:
 
 
 def sync(path: Path) -> None:
-    """Returns when the file, or the entries of the directory, would outlive a power cut."""
+    """Flush a file, or the entries of a directory, to disk."""
     if _put_off.syncs is not None:
         _put_off.syncs.add(path)
         return
@@ -85,10 +88,10 @@ def sync(path: Path) -> None:
 
 
 def file_size(path: Path) -> int:
-    """The size of a regular file. Raises CheckpointError for anything else: a pipe would hang."""
+    """Return the size of a regular file. Raises CheckpointError for others: a pipe would hang."""
     try:
         status = path.stat()
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an impossible file name
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
@@ -96,7 +99,7 @@ def file_size(path: Path) -> int:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError that says why it is none."""
+    """Return the JSON object in a file. Raises CheckpointError with the reason if there is none."""
     if file_size(path) > LARGEST_JSON:
         raise CheckpointError(
             f"{path} has more than {LARGEST_JSON} bytes: not a JSON file of a checkpoint"
@@ -108,7 +111,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """`data` as a JSON object, no name twice. Raises CheckpointError that names `what`."""
+    """Parse `data` as a JSON object without duplicate names. Raises CheckpointError naming
+    `what`.
+    """
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:

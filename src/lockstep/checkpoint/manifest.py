@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, and the markers that say whether it is complete.
+"""Manifest of a checkpoint, and the markers that say whether it is complete.
 
-A writer calls `begin`, writes, then `write_manifest` and `mark_stable`. Wherever it dies in
-between, `.writing` is there or `STABLE` is not, and readers refuse the directory.
+A writer calls `begin`, writes, then `write_manifest` and `mark_stable`. If it dies in between,
+`.writing` exists or `STABLE` is missing, and readers reject the directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMAT = "lockstep-manifest-1"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file as it was written. SHA-256, because CPUs have instructions for it."""
+    """Size and SHA-256 of one file as written."""
 
     size: int
     sha256: str
@@ -36,30 +36,30 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Every file of a directory, by name, and the digest of every tensor where its writer knew."""
+    """Every file of a directory by name, and the digest of every tensor if its writer knew them."""
 
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
-        """The manifest, None where there is none. Raises CheckpointError when it is broken."""
+        """Return the manifest, or None if missing. Raises CheckpointError if it is broken."""
         path = directory / MANIFEST
         if not path.exists() and not path.is_symlink():
             return None
         raw = read_object(path)
         if raw.get("format") != FORMAT or not isinstance(raw.get("files"), dict):
             raise CheckpointError(f"{path} is not a manifest: expected format {FORMAT!r} and files")
-        files = {name: _record(name, one, path) for name, one in raw["files"].items()}
+        files = {name: _record(name, file, path) for name, file in raw["files"].items()}
         tensors = raw.get("tensors", {})
         if not isinstance(tensors, dict) or not all(isinstance(d, str) for d in tensors.values()):
             raise CheckpointError(f"{path} has tensors that are no map of names to digests")
         return cls(MappingProxyType(files), MappingProxyType(tensors))
 
     def check(self, directory: Path, used: Iterable[str] = (), *, hashes: bool = False) -> None:
-        """Raises CheckpointError unless the files are those that were written.
+        """Raise CheckpointError unless the files are those that were written.
 
-        Sizes always, contents where `hashes` asks for it. Every file in `used` must be listed.
+        Sizes are always compared, contents only with `hashes`. Every file in `used` must be listed.
         """
         for name in used:
             if name not in self.files:
@@ -78,10 +78,10 @@ class Manifest:
 
 
 def begin(directory: Path) -> None:
-    """Makes the directory ready to be written, and refused by readers until `mark_stable`.
+    """Prepare the directory for writing; readers reject it until `mark_stable`.
 
-    What an interrupted writer left is removed. Raises Conflict when a checkpoint is there already:
-    somebody may be reading it.
+    Remove the files of an interrupted writer. Raises Conflict if a checkpoint exists already,
+    because a reader may be using it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     present = [directory / name for name in (STABLE, MANIFEST, PROBE, INDEX)]
@@ -96,7 +96,7 @@ def begin(directory: Path) -> None:
         )
     write_whole(directory / WRITING, b"")
     for path in present + leftovers:
-        path.unlink(missing_ok=True)  # writing the marker may have taken the place of an old one
+        path.unlink(missing_ok=True)  # writing the marker may have replaced an old one
     sync(directory)
 
 
@@ -105,17 +105,17 @@ def write_manifest(
     tensors: Mapping[str, str] | None = None,
     written: Mapping[str, FileRecord] | None = None,
 ) -> Manifest:
-    """Records size and hash of every file that is not hidden, once all have reached the disk.
+    """Record size and hash of every file that is not hidden, once all are on disk.
 
-    `tensors` are the digests of the tensors, by name: what readers must find in them. Files in
-    `written`, whose writer knows their hash, are not read again.
+    `tensors` are the digests of the tensors by name, which readers verify. Files in `written`,
+    whose hash is known, are not read again.
     """
     files = {}
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.name not in (MANIFEST, STABLE) and path.name[0] != ".":
             sync(path)
-            known = (written or {}).get(path.name)
-            files[path.name] = known or FileRecord(file_size(path), _sha256(path))
+            record = (written or {}).get(path.name)
+            files[path.name] = record or FileRecord(file_size(path), _sha256(path))
     listed = {name: {"size": w.size, "sha256": w.sha256} for name, w in files.items()}
     body = {"format": FORMAT, "files": listed} | ({"tensors": dict(tensors)} if tensors else {})
     write_whole(directory / MANIFEST, json.dumps(body, indent=1).encode())
@@ -123,9 +123,9 @@ def write_manifest(
 
 
 def mark_stable(directory: Path) -> None:
-    """Says that the checkpoint is complete; the last step of writing one.
+    """Mark the checkpoint as complete; the last step of writing one.
 
-    Raises CheckpointError, and marks nothing, when the files are not those of the manifest.
+    Raises CheckpointError, and marks nothing, if the files do not match the manifest.
     """
     manifest = Manifest.read(directory)
     if manifest is not None:
@@ -136,9 +136,9 @@ def mark_stable(directory: Path) -> None:
 
 
 def check_stable(directory: Path, manifest: Manifest | None) -> None:
-    """Raises CheckpointError for a directory whose writer has not finished, or died.
+    """Raise CheckpointError for a directory whose writer has not finished, or died.
 
-    Without a manifest nothing is demanded: other trainers write neither.
+    A directory without a manifest passes, because other trainers write none.
     """
     if (directory / WRITING).exists():
         raise CheckpointError(

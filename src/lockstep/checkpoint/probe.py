@@ -1,4 +1,4 @@
-"""The probe: the trainer's own logprobs of some sequences, in a file beside its weights."""
+"""Probe: the trainer's logprobs of some sequences, in a file beside its weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from lockstep.tokens.errors import BadRequest, CheckpointError
 
 FORMAT = "lockstep-probe-1"
 LENGTHS = (160, 66) + (9,) * 24
-"""Of the built-in sequences: some hundred tokens in all, as some workers score them while paused.
-Long ones cross the blocks of 64 or 128 keys in which attention is summed. Short ones, with their
-many first positions, reach experts that tokens in a long context never do."""
+"""Lengths of the built-in sequences: a few hundred tokens, because some workers score them while
+paused. Long ones cross the blocks of 64 or 128 keys in which attention is summed. Short ones, with
+their many first positions, reach experts that tokens in a long context never do.
+"""
 THOROUGH = LENGTHS + (128,) * 12
-"""Of those for workers that are not bit-exact: about two thousand tokens, for figures that hold."""
+"""Lengths for workers that are not bit-exact: about 2,000 tokens, for reliable statistics."""
 MEASURED = "measured"
-"""Stands for the tolerance in a file whose workers are measured against each other."""
+"""Tolerance in a file whose workers are judged by measured noise."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 SEED = 0
 Scores = Sequence[Sequence[float]]
@@ -32,7 +33,7 @@ Scores = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of comparing logprobs. `where` names the worst place, when it did not pass."""
+    """Result of comparing logprobs. `where` names the worst position if it did not pass."""
 
     passed: bool
     max_difference: float
@@ -41,12 +42,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Sequences, the logprob of each token after the first, and how far a worker may be off.
+    """Sequences, the logprob of each token after the first, and the allowed difference.
 
-    A `tolerance` of None says that this is measured: see `lockstep.fleet.update.judgement`.
-    `previous` are the logprobs under the weights before, NaN where they are not known; `dtype` is
-    the type that the model computed in, `adapter` names the adapter. Raises CheckpointError unless
-    every logprob is finite and every length fits.
+    A `tolerance` of None means that it is measured: see `lockstep.fleet.update.judgement`.
+    `previous` are the logprobs under the previous weights, NaN if unknown; `dtype` is the dtype of
+    the model's computation, `adapter` the name of the adapter. Raises CheckpointError unless every
+    logprob is finite and all lengths match.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -90,13 +91,13 @@ class Probe:
 
     @classmethod
     def beside(cls, directory: Path) -> Probe | None:
-        """The probe in a checkpoint's (or adapter's) directory, None where there is none."""
+        """Return the probe in a checkpoint's (or adapter's) directory, or None."""
         path = directory / PROBE
         return cls.read(path) if path.exists() or path.is_symlink() else None
 
     @classmethod
     def read(cls, path: Path) -> Probe:
-        """The probe in a file. Raises CheckpointError when it is missing or not sound."""
+        """Return the probe in a file. Raises CheckpointError if it is missing or invalid."""
         file = safetensors_file.TensorFile.read(path)
         if file.metadata.get("format") != FORMAT:
             raise CheckpointError(
@@ -134,7 +135,7 @@ class Probe:
         )
 
     def write(self, path: Path) -> None:
-        """Puts the probe into a file, whole or not at all. Logprobs keep every bit."""
+        """Write the probe to a file atomically. Logprobs keep every bit."""
         tolerance_text = MEASURED if self.tolerance is None else repr(float(self.tolerance))
         metadata = {"format": FORMAT, "tolerance": tolerance_text}
         metadata |= {"adapter": self.adapter} if self.adapter is not None else {}
@@ -152,7 +153,7 @@ class Probe:
 
 
 def compare(expected: Scores, scores: Scores, tolerance: float) -> Verdict:
-    """Passes when every score is within `tolerance` of the expected one; NaN never is."""
+    """Pass if every score is within `tolerance` of the expected one; NaN never is."""
     counts, expected_counts = [len(row) for row in scores], [len(row) for row in expected]
     if counts != expected_counts:
         return Verdict(
@@ -160,13 +161,15 @@ def compare(expected: Scores, scores: Scores, tolerance: float) -> Verdict:
         )
     worst, where = 0.0, None
     for at, (row, right) in enumerate(zip(scores, expected, strict=True)):
-        scored, known = np.array(row, dtype=np.float64), np.array(right, dtype=np.float64)
+        scored, reference = np.array(row, dtype=np.float64), np.array(right, dtype=np.float64)
         with np.errstate(invalid="ignore"):
-            off = np.abs(scored - known)
+            off = np.abs(scored - reference)
         off[~np.isfinite(off)] = np.inf
         if off.size and float(off.max()) > worst:
             worst, token = float(off.max()), int(off.argmax())
-            where = f"token {token + 1} of sequence {at}: {scored[token]} instead of {known[token]}"
+            where = (
+                f"token {token + 1} of sequence {at}: {scored[token]} instead of {reference[token]}"
+            )
     passed = worst <= tolerance
     return Verdict(passed, worst, None if passed else where)
 
@@ -174,12 +177,12 @@ def compare(expected: Scores, scores: Scores, tolerance: float) -> Verdict:
 def builtin(
     vocab_size: int, max_len: int, shape: Sequence[int] = LENGTHS
 ) -> tuple[tuple[int, ...], ...]:
-    """The sequences to score when there is no probe, for a vocabulary and a context of that size.
+    """Return the sequences to score without a probe, for this vocabulary and context size.
 
-    `shape` are their lengths, LENGTHS or THOROUGH.
-    Always the same, spread evenly over the vocabulary and in no order: many rows of the embedding,
-    many positions and contexts take part. Whether each expert does depends on the model: a trainer
-    sees to that when it writes a probe of its own.
+    `shape` are their lengths, LENGTHS or THOROUGH. The sequences are always the same, spread evenly
+    over the vocabulary in no order, so that many embedding rows, positions and contexts take part.
+    Whether every expert does depends on the model; a trainer ensures that when it writes its own
+    probe.
     """
     if vocab_size < 1:
         raise BadRequest(f"vocab_size is {vocab_size}, expected 1 or more", param="vocab_size")
@@ -188,7 +191,7 @@ def builtin(
             f"max_len is {max_len}: one logprob needs 2 tokens or more", param="max_len"
         )
     lengths = [min(length, max_len) for length in shape]
-    # Steps of the golden ratio never come close to where they have been.
+    # Steps of the golden ratio never come close to earlier points.
     ids = [int(vocab_size * ((at + 0.5) * GOLDEN % 1.0)) for at in range(sum(lengths))]
     random.Random(SEED).shuffle(ids)
     ends = [sum(lengths[: at + 1]) for at in range(len(lengths))]

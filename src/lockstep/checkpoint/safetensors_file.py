@@ -1,7 +1,7 @@
-"""The safetensors file format in plain Python and numpy: headers read strictly, small files whole.
+"""Safetensors format in plain Python and numpy: strict headers, and small files as a whole.
 
-A file is 8 bytes of length, a JSON header, and the tensors end to end. Everything is checked that
-can be checked without reading the tensors.
+A file is 8 bytes of length, a JSON header, and the tensors end to end. Everything that can be
+checked without reading the tensors is checked.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SIZES: Mapping[str, int] = MappingProxyType(
     {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8}
     | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
 )
-"""Bytes of one value, by the format's name of its type."""
+"""Bytes per value, by the format's dtype name."""
 ARRAYS: Mapping[str, str] = MappingProxyType({"I64": "<i8", "F64": "<f8", "F32": "<f4"})
-"""The types that `array` and `write` know."""
+"""Dtypes that `array` and `write` support."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: bytes [start, end) counted from the beginning of the file."""
+    """One tensor of a file: bytes [start, end) from the beginning of the file."""
 
     name: str
     dtype: str
@@ -44,7 +44,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """The header of a safetensors file; `entries` lie end to end, in this order, up to its end."""
+    """Header of a safetensors file; `entries` are contiguous, in this order, up to its end."""
 
     path: Path
     size: int
@@ -53,7 +53,7 @@ class TensorFile:
 
     @classmethod
     def read(cls, path: Path) -> TensorFile:
-        """Raises CheckpointError when the file is cut, too long, or its header is not sound."""
+        """Read the header. Raises CheckpointError if the file is truncated, too long or invalid."""
         size = file_size(path)
         try:
             with open(path, "rb") as file:
@@ -91,9 +91,9 @@ class TensorFile:
         return cls(path, size, tuple(entries), MappingProxyType(metadata))
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """One small tensor. Raises CheckpointError when it is missing, changed or of a wrong type.
+        """Return one small tensor. Raises CheckpointError if missing, changed or of a wrong dtype.
 
-        Large ones are read in pieces by those who need them.
+        Large tensors are read in pieces by their users.
         """
         entry = next((entry for entry in self.entries if entry.name == name), None)
         if entry is None or entry.dtype not in ARRAYS:
@@ -113,7 +113,7 @@ class TensorFile:
 def write(
     path: Path, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a small file, whole or not at all. Arrays are of the types in ARRAYS."""
+    """Write a small file atomically. Arrays have the dtypes in ARRAYS."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     dtypes = {np.dtype(numpy_name): name for name, numpy_name in ARRAYS.items()}
     parts: list[bytes] = []
@@ -127,7 +127,7 @@ def write(
         }
         at += len(parts[-1])
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # readers that map the file want aligned tensors
+    text += b" " * (-len(text) % 8)  # readers that map the file need aligned tensors
     write_whole(path, b"".join([struct.pack("<Q", len(text)), text, *parts]))
 
 

@@ -1,4 +1,4 @@
-"""Where new weights may come from: exactly one source, and directories inside the allowed roots."""
+"""Allowed sources of new weights: exactly one source, and directories inside allowed roots."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden
 
 
 def check_one_source(**sources: object) -> None:
-    """Raises BadRequest unless exactly one of the named sources is there (is not None)."""
+    """Raise BadRequest unless exactly one of the named sources is set (is not None)."""
     if list(sources.values()).count(None) != len(sources) - 1:
-        shown = ", ".join(f"{name} {str(value)!r}" for name, value in sources.items() if value)
+        names = ", ".join(f"{name} {str(value)!r}" for name, value in sources.items() if value)
         raise BadRequest(
-            f"the weights come from {shown or 'nowhere'}: expected exactly one of "
+            f"the weights come from {names or 'nowhere'}: expected exactly one of "
             f"{', '.join(sources)}",
             param=next(iter(sources)),
         )
 
 
 def resolve(path: str, roots: Sequence[Path] | None, field: str = "weight_dir") -> Path:
-    """The directory that `path` means, without symlinks; `roots` None allows any directory.
+    """Return the directory that `path` refers to, without symlinks; `roots` None allows any.
 
-    `field` names it in errors. Raises BadRequest for a path that cannot be meant, Forbidden for one
-    outside `roots` (wherever its symlinks lead), CheckpointError for one that is no directory.
+    `field` names it in errors. Raises BadRequest for an impossible path, Forbidden for one outside
+    `roots` (after resolving symlinks), CheckpointError if it is not a directory.
     """
     if not path or not _spellable(path):
         raise BadRequest(
@@ -55,12 +55,12 @@ def resolve(path: str, roots: Sequence[Path] | None, field: str = "weight_dir") 
 
 
 def inside(path: Path, roots: Sequence[Path]) -> bool:
-    """Whether a path without symlinks lies in one of the roots, which may be symlinks."""
+    """Return whether a path without symlinks is inside one of the roots, which may be symlinks."""
     return any(path.is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def _spellable(path: str) -> bool:
-    """Whether a file could have that name at all."""
+    """Return whether a file could have this name at all."""
     try:
         return b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

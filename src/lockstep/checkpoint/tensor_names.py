@@ -1,4 +1,4 @@
-"""Which tensors a set of weights must hold: all of the model's and no others."""
+"""Tensor names of a set of weights: all of the model's and no others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lockstep.tokens.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-"""Of a model that ties them, the head is the embedding: it may be left out, and must not differ."""
+"""Head of a model. If it is tied, it equals the embedding: it may be missing, but not differ."""
 DERIVED = "rotary_emb.inv_freq"
-"""Ends the names of tensors that old checkpoints hold and every engine computes itself."""
+"""Suffix of tensors that old checkpoints contain and every engine computes itself."""
 SHOWN = 3
 
 
@@ -22,9 +22,9 @@ def check_names(
     tied: bool,
     partial: bool = False,
 ) -> None:
-    """Raises CheckpointError that names the tensors that the model has not, or that are missing.
+    """Raise CheckpointError naming the tensors that are unknown to the model or missing.
 
-    `where` says in errors what holds them. `partial` weights may leave tensors out.
+    `where` names the container in errors. `partial` weights may omit tensors.
     """
     present = {name for name in names if not name.endswith(DERIVED)}
     needed = {name for name in model if not name.endswith(DERIVED)}
@@ -44,7 +44,7 @@ def check_names(
 
 
 def tied_head_differs(where: str) -> CheckpointError:
-    """The error for a head that is not the embedding it is tied to: half of a pair was updated."""
+    """Return the error for a tied head that differs from the embedding: only one was updated."""
     return CheckpointError(
         f"{HEAD} of {where} differs from {EMBEDDING}, but the served model ties them: leave it "
         "out, or serve a model with tie_word_embeddings false"
@@ -52,6 +52,6 @@ def tied_head_differs(where: str) -> CheckpointError:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names in words."""
+    """Return the first few names as text."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"tensor{'s' * (len(names) > 1)} {', '.join(map(repr, names[:SHOWN]))}{more}"

@@ -1,4 +1,4 @@
-"""Reads every value of a weight file once, in little memory, for digests and non-finite values."""
+"""Single-pass scan of a weight file for digests and non-finite values, in little memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.checkpoint.safetensors_file import TensorEntry, TensorFile
 from lockstep.tokens.errors import CheckpointError
 
 CHUNK = 256 << 10
-"""Bytes read at once: they stay in the CPU's cache between the passes over them."""
+"""Bytes per read: small enough to stay in the CPU's cache between the passes over them."""
 FINITE: Mapping[str, tuple[str, int, int]] = MappingProxyType(
     {
         "F64": ("<u8", 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
@@ -28,27 +28,28 @@ FINITE: Mapping[str, tuple[str, int, int]] = MappingProxyType(
         "F8_E4M3": ("u1", 0x7F, 0x7F),
     }
 )
-"""For each float its bits as integers: the mask of the magnitude, and the least that is no number.
-Integers compare fast in every width, and numpy has no bfloat16."""
+"""For each float dtype, its bits as integers: the mask of the magnitude, and the smallest value
+that is not a number. Integers compare fast in every width, and numpy has no bfloat16.
+"""
 
 
 HUGE: Mapping[str, int] = MappingProxyType({"F64": 0x4630_0000_0000_0000, "F32": 0x7180_0000,
                                             "BF16": 0x7180})  # fmt: skip
-"""The bits of 2**100: no model has such weights, and products of two of them overflow."""
+"""Bits of 2**100: no model has such weights, and products of two of them overflow."""
 THREADS = min(4, max((os.cpu_count() or 1) // 2, 1))
-"""Tensors that are read at once: half of the machine at most, as requests go on meanwhile."""
+"""Tensors read concurrently: at most half of the cores, because requests continue meanwhile."""
 MOST_ODD = 8
-"""Tensors that are named as odd; more of them say nothing new."""
+"""Maximum number of suspicious tensors to list."""
 
 
 def digests(file: TensorFile, odd: list[str] | None = None) -> dict[str, str]:
-    """The digest of each tensor's type, shape and contents, by name.
+    """Return the digest of each tensor's dtype, shape and contents, by name.
 
-    Matrices of nothing but zeros, and values beyond all reason, are described in `odd`. Raises
-    CheckpointError that names the first NaN or infinite value, or a file that became shorter.
+    Add descriptions of all-zero matrices and implausibly large values to `odd`. Raises
+    CheckpointError for the first NaN or infinite value, or for a file that became shorter.
     """
-    # Reading, comparing and hashing all release the interpreter's lock. Beside a busy event loop
-    # one thread would wait for that lock most of the time.
+    # Reading, comparing and hashing all release the interpreter's lock. Beside a busy event loop, a
+    # single thread would spend most of its time waiting for that lock.
     with ThreadPoolExecutor(THREADS, thread_name_prefix="scan") as pool:
         scanned = list(pool.map(partial(_scan, file), file.entries))
     if odd is not None:
@@ -58,7 +59,7 @@ def digests(file: TensorFile, odd: list[str] | None = None) -> dict[str, str]:
 
 
 def _scan(file: TensorFile, entry: TensorEntry) -> tuple[str, str, str | None]:
-    """Name and digest of a tensor, and what is odd about it."""
+    """Return name and digest of a tensor, and what is suspicious about it."""
     size = min(CHUNK, max(entry.end - entry.start, 1))
     buffer, scratch = (np.empty(size, dtype=np.uint8) for _ in "ab")
     largest = 0
@@ -73,14 +74,14 @@ def _scan(file: TensorFile, entry: TensorEntry) -> tuple[str, str, str | None]:
             largest = max(largest, magnitude)
             yield buffer[:count].data
 
-    # Read, not mapped: touching a mapped file that somebody cuts would end the process.
+    # Read, not mapped: touching a mapped file that is truncated meanwhile would kill the process.
     with open(file.path, "rb", buffering=0) as source:
         digest = tensor_digest(entry.dtype, entry.shape, parts(source))
     return entry.name, digest, _odd(entry, largest)
 
 
 def _fill(source: FileIO, buffer: npt.NDArray[np.uint8], file: TensorFile) -> None:
-    """Fills the buffer: network file systems may return less than was requested."""
+    """Fill the buffer: network file systems may return less than requested."""
     at = 0
     while at < len(buffer):
         read = source.readinto(buffer.data[at:])
@@ -96,7 +97,7 @@ def _check(
     offset: int,
     file: TensorFile,
 ) -> int:
-    """The largest magnitude, as its bits; 0 of a type that is no float."""
+    """Return the bits of the largest magnitude; 0 for a dtype that is not a float."""
     if entry.dtype not in FINITE:
         return 0
     bits, mask, least = FINITE[entry.dtype]

@@ -1,6 +1,6 @@
-"""Checkpoints a fleet may load: inside an allowed root, complete, of the served model's shape.
+"""Validation of checkpoints: inside an allowed root, complete, of the served model's shape.
 
-Everything here reads files and takes its time: asynchronous callers use a thread.
+These functions read files and may block: asynchronous callers use a thread.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Shape and type of one tensor."""
+    """Shape and dtype of one tensor."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def kind(self) -> str:
-        """Types of one kind stand for each other: a worker serves in a precision of its own."""
+        """Kind of dtype; dtypes of one kind are interchangeable because workers choose their
+        precision.
+        """
         return "float" if self.dtype in FLOATS else self.dtype
 
     def __str__(self) -> str:
@@ -60,14 +62,16 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
-    """What a model's tensors look like, by name. A tied head may be there or not."""
+    """Shapes and dtypes of a model's tensors, by name. A tied head is optional."""
 
     tensors: Mapping[str, TensorShape]
     tied: bool
 
     @classmethod
     def of(cls, path: Path) -> ModelSignature:
-        """From the headers of a checkpoint. Raises CheckpointError when it is not complete."""
+        """Build the signature from the headers of a checkpoint. Raises CheckpointError if
+        incomplete.
+        """
         return cls._of(path, _files(path))
 
     @classmethod
@@ -86,8 +90,9 @@ class ModelSignature:
         return cls(MappingProxyType(tensors), tied)
 
     def check(self, saved: ModelSignature, path: Path) -> None:
-        """Raises CheckpointError that names the tensors of `saved` that this model does not have,
-        lacks, or has otherwise."""
+        """Raise CheckpointError naming the tensors of `saved` that are unknown, missing or
+        different.
+        """
         check_names(saved.tensors, self.tensors, str(path), tied=self.tied)
         model = dict(self.tensors)
         if self.tied and EMBEDDING in model:
@@ -100,12 +105,11 @@ class ModelSignature:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was read and is sound.
+    """A validated checkpoint.
 
-    `digest` identifies the weights: the same for the same contents, however they are split up, and
-    the same that a worker reports which read them. `tensors` are the digests it is made of.
-    `warnings` name tensors that can be loaded and are hardly meant: whether they are is for the
-    proof to decide.
+    `digest` identifies the weights by contents, however they are split into files; a worker that
+    loaded them reports the same one. `tensors` are the digests it is computed from. `warnings`
+    name tensors that load but are probably wrong; the proof decides whether they are served.
     """
 
     path: Path
@@ -125,9 +129,9 @@ class Checkpoint:
         roots: Sequence[Path] = (),
         verify_hashes: bool = False,
     ) -> Checkpoint:
-        """Reads all of it, and raises CheckpointError unless every worker could load it.
+        """Read all of it. Raises CheckpointError unless every worker could load it.
 
-        Its files must lie in `path` or in `roots`, also where they are symlinks (else Forbidden).
+        Its files must be inside `path` or `roots` after resolving symlinks (else Forbidden).
         `like` is the signature of the served model.
         """
         try:
@@ -178,7 +182,7 @@ class Checkpoint:
 
 
 def _files(path: Path) -> list[TensorFile]:
-    """The headers of all weight files. Raises CheckpointError unless they are all there."""
+    """Return the headers of all weight files. Raises CheckpointError unless all exist."""
     index = path / INDEX
     if not (index.exists() or index.is_symlink()):
         shards = sorted(path.glob("model-*.safetensors"))
@@ -209,7 +213,7 @@ def _files(path: Path) -> list[TensorFile]:
 
 
 def _snapshot(path: Path) -> dict[str, tuple[int, int, int]]:
-    """What changes when somebody writes into the directory."""
+    """Return a value that changes when the directory is written to."""
     entries = {}
     for item in sorted(path.iterdir()):
         try:
@@ -233,7 +237,7 @@ def _check_vocabulary(probe: Probe | None, signature: ModelSignature, path: Path
 def _check_head(
     served: ModelSignature, saved: ModelSignature, contents: Mapping[str, str], path: Path
 ) -> None:
-    """Raises CheckpointError for a tied head that is there but not the embedding."""
+    """Raise CheckpointError for a tied head that differs from the embedding."""
     head, embedding = saved.tensors.get(HEAD), saved.tensors.get(EMBEDDING)
     if not served.tied or head is None or head != embedding:
         return

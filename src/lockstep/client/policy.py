@@ -216,7 +216,7 @@ class Policy:
                     results[at] = error
             step()
 
-        with Progress("Generating", len(every), shown=progress) as bar:
+        with Progress("Generating", len(every), visible=progress) as bar:
             try:
                 async with asyncio.TaskGroup() as group:
                     for at in range(len(every)):

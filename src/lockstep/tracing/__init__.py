@@ -1,7 +1,7 @@
-"""Spans of requests and updates, for OpenTelemetry; off unless `traced` runs.
+"""OpenTelemetry spans of requests and updates; off unless `traced` runs.
 
-Whoever makes a span looks at `active` first, which is None while tracing is off: nothing of
-OpenTelemetry is imported then, and a request pays for the look alone.
+Code that creates a span checks `active` first, which is None while tracing is off: nothing of
+OpenTelemetry is imported then, and a request only pays for the check.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ active: Tracer | None = None
 
 @contextmanager
 def traced(service: str, *, on: bool = True) -> Iterator[None]:
-    """Traces this process while the block runs, as the standard OTEL_* variables say.
+    """Trace this process while the block runs, as configured by the standard OTEL_* variables.
 
-    `service` is its name unless they have another. The last spans are sent at the end, within
-    seconds whether anybody takes them or not. Raises ModuleNotFoundError when OpenTelemetry is
-    not installed, and BadRequest for a setting that cannot be followed.
+    `service` is the default service name. The last spans are sent at the end, within seconds
+    whether the collector responds or not. Raises ModuleNotFoundError if OpenTelemetry is not
+    installed, and BadRequest for an unsupported setting.
     """
     global active
     if not on:

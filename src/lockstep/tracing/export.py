@@ -1,4 +1,4 @@
-"""Where spans go: an exporter made from the standard OTEL_* variables, on a thread of its own."""
+"""Span exporter configured by the standard OTEL_* variables, on its own thread."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EXPORTER = "OTEL_TRACES_EXPORTER"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 HTTP = "http/protobuf"
 END_SECONDS = 3.0
-"""How long the end of a process may wait for whoever takes the last spans."""
+"""Seconds that the end of a process may wait for the collector to take the last spans."""
 
 
 def open_provider(service: str, environ: Mapping[str, str] = os.environ) -> TracerProvider | None:
-    """What makes spans and sends them; None where the environment says that there are none.
+    """Return the provider that creates and sends spans; None if the environment disables them.
 
-    Spans wait in a bounded queue for a thread that sends them: a sink that is slow or down costs
-    spans, never a request. Raises BadRequest for an exporter or a protocol that is not here.
+    Spans wait in a bounded queue for a sender thread: a slow or unreachable collector loses spans,
+    never a request. Raises BadRequest for an unsupported exporter or protocol.
     """
     exporter = _exporter(environ)
     if exporter is None or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -37,7 +37,7 @@ def open_provider(service: str, environ: Mapping[str, str] = os.environ) -> Trac
         or "service.name=" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     ):
         attributes["service.name"] = service
-    # Its own hook at the end of the process would wait for half a minute.
+    # The provider's own exit hook would wait for half a minute.
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
@@ -51,7 +51,7 @@ def _exporter(environ: Mapping[str, str]) -> SpanExporter | None:
         return ConsoleSpanExporter()
     if name != "otlp":
         raise BadRequest(f"{EXPORTER} is {name!r}: expected otlp, console or none", param=EXPORTER)
-    variable = next((one for one in PROTOCOLS if environ.get(one)), PROTOCOLS[-1])
+    variable = next((key for key in PROTOCOLS if environ.get(key)), PROTOCOLS[-1])
     protocol = environ.get(variable) or HTTP
     if protocol != HTTP:
         raise BadRequest(
@@ -65,7 +65,7 @@ def _exporter(environ: Mapping[str, str]) -> SpanExporter | None:
 
 
 def shut_down(provider: TracerProvider) -> None:
-    """Sends what is left, and waits for it a little only."""
+    """Send the remaining spans, waiting at most END_SECONDS."""
     ending = threading.Thread(target=provider.shutdown, name="trace-end", daemon=True)
     ending.start()
     ending.join(END_SECONDS)

@@ -10,7 +10,7 @@ from opentelemetry import trace
 
 
 class TraceFormatter(logging.Formatter):
-    """Writes a record as `inner` does, with the ids of trace and span that it was made in."""
+    """Formatter that adds trace and span ids to the output of `inner`."""
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class TraceFormatter(logging.Formatter):
 
 @contextmanager
 def with_trace_ids() -> Iterator[None]:
-    """Has the handlers of the root logger write trace ids while the block runs."""
+    """Make the handlers of the root logger write trace ids while the block runs."""
     handlers = logging.getLogger().handlers[:]
     before = [handler.formatter for handler in handlers]
     for handler, formatter in zip(handlers, before, strict=True):

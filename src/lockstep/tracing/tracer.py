@@ -1,7 +1,7 @@
-"""The spans of a gateway and its workers: request, turn, route, engine call, store, update phase.
+"""Spans of a gateway and its workers: request, turn, route, engine call, store, update phase.
 
-Attributes are those of OpenTelemetry's conventions for HTTP and generative AI, and `lockstep.*`.
-No span holds a message, a prompt or a token.
+Attributes follow OpenTelemetry's conventions for HTTP and generative AI, plus `lockstep.*`. Spans
+never contain messages, prompts or tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 TRACE_CONTEXT = TraceContextTextMapPropagator()
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 REQUEST = contexts.create_key("lockstep-request")
-"""Where the context of a request holds its RequestSpans."""
+"""Context key of a request's RequestSpans."""
 POLLED = frozenset({"/health", "/metrics", "/v1/rl/health", "/v1/rl/ready"})
-"""Routes that are called every few seconds for ever: they get no spans."""
+"""Routes that are polled every few seconds: they get no spans."""
 
 
 class RequestSpans:
-    """The spans of one request that last as long as it does: its own, and that of its turn."""
+    """Spans of one request that last as long as it does: the request's own and its turn's."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -42,7 +42,7 @@ class RequestSpans:
 
     def end(self) -> None:
         self.span.set_attribute("http.response.status_code", self.status)
-        # A client's own mistake is no error of a server, by the convention.
+        # By the convention, a client's mistake is not an error of the server.
         if self.status >= 500 or (self.error is not None and self.status < 400):
             mark_failed(self.span, self.error, f"status {self.status}")
         if self.turn is not None:
@@ -53,7 +53,7 @@ class RequestSpans:
 
 
 class EngineCall:
-    """One call of a worker; what is awaited within it has its span for a parent."""
+    """One call of a worker; everything awaited within it has its span as parent."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -67,7 +67,7 @@ class EngineCall:
             contexts.detach(token)
 
     async def items(self, items: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-        """The same items. Only their making is within the call: whoever reads them is not."""
+        """Yield the same items. Only producing them is part of the call, not consuming them."""
         try:
             while True:
                 token = contexts.attach(self._context)
@@ -89,13 +89,13 @@ class EngineCall:
 
 
 class Tracer:
-    """Makes the spans of this process. Its parent is what runs now in the same task."""
+    """Creates the spans of this process. The parent is the current span of the same task."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("lockstep", version("lockstep-rl"))
 
     def app(self, app: ASGIApp) -> ASGIApp:
-        """The application with a span for each request, below that of a caller who sent one."""
+        """Wrap the application with a span per request, below the caller's span if it sent one."""
 
         async def traced_app(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"] in POLLED:
@@ -142,33 +142,34 @@ class Tracer:
             contexts.detach(token)
 
     def request_failed(self, error: BaseException) -> None:
-        """Notes what the request under way fails with, in its response or within its stream."""
+        """Record the error of the current request, in its response or within its stream."""
         spans = contexts.get_value(REQUEST)
         if isinstance(spans, RequestSpans):
             spans.error = error
 
     def start_turn(self, operation: str, model: str, session: str | None) -> None:
-        """Begins the turn of the request under way, which ends with it."""
+        """Start the turn span of the current request; it ends with the request."""
         spans = contexts.get_value(REQUEST)
         if not isinstance(spans, RequestSpans) or spans.turn is not None:
             return
         if not spans.span.is_recording():
-            return  # not sampled: what is below it would not be either
+            return  # not sampled: neither are its children
         attributes = _names(operation, model)
         if session is not None:
             attributes |= {"lockstep.session": session, "gen_ai.conversation.id": session}
             spans.span.set_attribute("lockstep.session", session)
         spans.turn = self._tracer.start_span(f"{operation} {model}", attributes=attributes)
-        # To the end of the request's task: all that follows in it is part of the turn.
+        # Until the end of the request's task: everything that follows in it is part of the turn.
         contexts.attach(trace.set_span_in_context(spans.turn))
 
     def now(self) -> int:
-        """The time as spans have it."""
+        """Return the current time in the unit of spans."""
         return time_ns()
 
     def routed(self, since: int, worker: str, url: str, tried: int) -> EngineCall | None:
-        """Notes that a worker was chosen, after a wait since then, and begins the call of it; None
-        in a trace that is not sampled."""
+        """Record the choice of a worker after a wait since `since`, and start its call span; None
+        in a trace that is not sampled.
+        """
         if _is_left_out(trace.get_current_span()):
             return None
         attributes: Attributes = {"lockstep.worker": worker, "lockstep.attempt": tried + 1}
@@ -180,7 +181,7 @@ class Tracer:
         )
 
     def generation(self, model: str | None, sampling: Sampling) -> None:
-        """Says of the engine call under way what it requests."""
+        """Add the requested options to the current engine call."""
         span = trace.get_current_span()
         if not span.is_recording():
             return
@@ -197,14 +198,18 @@ class Tracer:
         span.set_attributes(attributes)
 
     def generated(self, completions: Sequence[Completion]) -> None:
-        """Says of the engine call under way, and of its turn, what was sampled."""
+        """Add the sampled tokens and versions to the current engine call and its turn."""
         if not completions:
             return
-        versions = dict.fromkeys(span.version for one in completions for span in one.versions)
+        versions = dict.fromkeys(
+            span.version for completion in completions for span in completion.versions
+        )
         attributes: dict[str, Any] = {
             "gen_ai.usage.input_tokens": len(completions[0].prompt_ids),
-            "gen_ai.usage.output_tokens": sum(len(one.token_ids) for one in completions),
-            "gen_ai.response.finish_reasons": [one.finish for one in completions],
+            "gen_ai.usage.output_tokens": sum(
+                len(completion.token_ids) for completion in completions
+            ),
+            "gen_ai.response.finish_reasons": [completion.finish for completion in completions],
             "lockstep.version": ",".join(versions),
         }
         trace.get_current_span().set_attributes(attributes)
@@ -214,7 +219,7 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, attributes: Attributes | None = None) -> Iterator[Span]:
-        """A span of the block, whose error is its own; none in a trace that is not sampled."""
+        """Open a span for the block and record its error; none in a trace that is not sampled."""
         if _is_left_out(current := trace.get_current_span()):
             yield current
             return
@@ -228,27 +233,27 @@ class Tracer:
                 raise
 
     def headers(self) -> dict[str, str]:
-        """The headers that make what another server does part of the trace under way."""
+        """Return the headers that make another server's spans part of the current trace."""
         carrier: dict[str, str] = {}
         TRACE_CONTEXT.inject(carrier)
         return carrier
 
 
 def mark_failed(span: Span, error: BaseException | None, otherwise: str = "failed") -> None:
-    """Gives a span the status of an error, and its kind."""
+    """Set the error status and type of a span."""
     if error is None:
         kind, why = otherwise, otherwise
     elif isinstance(error, LockstepError):
         kind, why = error.code, error.message
     else:
-        # The text of an unexpected error may hold anything: its kind must do.
+        # The text of an unexpected error may contain anything, so only its type is recorded.
         kind = why = type(error).__name__
     span.set_attribute("error.type", kind)
     span.set_status(Status(StatusCode.ERROR, why))
 
 
 def _is_left_out(span: Span) -> bool:
-    """Whether it belongs to a trace that is not sampled; where there is none, one may begin."""
+    """Return whether the context belongs to a trace that is not sampled."""
     return not span.is_recording() and span.get_span_context().is_valid
 
 
@@ -261,7 +266,7 @@ def _names(operation: str, model: str) -> dict[str, Any]:
 
 
 def _route(scope: Scope) -> str | None:
-    """The path with names in place of its parameters; None where no route took it."""
+    """Return the path template of the matched route; None if no route matched."""
     if "endpoint" not in scope:
         return None
     names = {str(value): name for name, value in scope.get("path_params", {}).items()}

@@ -85,7 +85,7 @@ async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
         system_socket = stack.enter_context(listen(options.system_host, options.system_port))
         worker = options.engine.worker or url_of(data_socket).partition("://")[2]
         # Under a supervisor stdout is a pipe for the ready line, and the supervisor shows progress.
-        with Progress(f"Loading {name}", shown=sys.stdout.isatty()):
+        with Progress(f"Loading {name}", visible=sys.stdout.isatty()):
             engine = make_engine(options.model, replace(options.engine, worker=worker))
         data = DataPlane(
             engine,

@@ -87,7 +87,7 @@ class FleetConnection:
         """Runs an operation on the fleet and prints how it went."""
 
         async def work(fleet: RemoteFleet) -> None:
-            with Progress("The fleet is at work", shown=not self.as_json):
+            with Progress("The fleet is at work", visible=not self.as_json):
                 operation = await call(fleet)
             if self.as_json:
                 _print_operation_json(operation)

@@ -75,7 +75,7 @@ def train(
     if track:
         run = replace(run, sinks=(*run.sinks, *check_sinks(track)))
     trainer = Trainer(run, resume=resume)
-    with Progress("Training", run.loop.steps, shown=not as_json) as progress:
+    with Progress("Training", run.loop.steps, visible=not as_json) as progress:
 
         def on_step(metrics: StepMetrics) -> None:
             progress.say(_figures(metrics))
