@@ -1,4 +1,4 @@
-"""The conformance kit: checks, row by row, whether any server keeps the contract of RL training."""
+"""Conformance kit: tests, row by row, whether a server keeps the contract of RL training."""
 
 from lockstep.check.report import Report
 from lockstep.check.row import CheckRow, Finding, RowGroup, Verdict

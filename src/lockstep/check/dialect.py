@@ -1,4 +1,4 @@
-"""How each dialect encodes a raw request, for those that a transport would refuse to send."""
+"""Raw request encodings of each dialect, for requests that a transport would refuse to send."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RawDialect:
-    """A route; the body for some ids; and where a response has the prompt's ids and its own."""
+    """A route, the body for some ids, and where a response has the prompt's ids and its own."""
 
     route: str
     encode: Callable[[str | None, Any, int, int], Body]
@@ -22,9 +22,9 @@ class RawDialect:
     ids: Callable[[Body], list[list[int]]]
     usage: Callable[[Body], int | None]
     chat_ids_option: Body = field(default_factory=lambda: {"return_token_ids": True})
-    """What makes a chat response hold the ids of its prompt."""
+    """Option that makes a chat response include the ids of its prompt."""
     splits_choices: bool = False
-    """Whether the transport never sends n > 1 in one request, though the route may take it."""
+    """Whether the transport never sends n > 1 in one request, although the route may accept it."""
 
     def body(self, model: str | None, ids: Any, *, max_tokens: int = 1, n: int = 1) -> Body:
         body = self.encode(model, ids, max_tokens, n)
@@ -62,7 +62,9 @@ def _sglang(model: str | None, ids: Any, max_tokens: int, n: int) -> Body:
 
 
 def engine_data(response: Body) -> Body:
-    """The worker's own fields in a response of Dynamo's frontend; empty in other dialects."""
+    """Return the worker's own fields in a response of Dynamo's frontend; empty in other
+    dialects.
+    """
     return dict((response.get("nvext") or {}).get("engine_data") or {})
 
 
@@ -72,7 +74,7 @@ def _dynamo_ids(response: Body) -> list[list[int]]:
 
 
 def _choice_ids(response: Body) -> list[list[int]]:
-    return [one["token_ids"] for one in response.get("choices", ()) if "token_ids" in one]
+    return [choice["token_ids"] for choice in response.get("choices", ()) if "token_ids" in choice]
 
 
 def _used(response: Body, key: str = "usage") -> int | None:

@@ -14,11 +14,11 @@ from lockstep.tokens import Completion
 
 BEGUN = 4
 LOOK = 0.002
-"""Seconds between two looks at how far it is: short, as small engines are quick."""
+"""Seconds between two checks of the progress: short, because small engines are fast."""
 
 
 class InFlight:
-    """Follows one streamed request; `tokens` are those that came so far."""
+    """One streamed request; `tokens` are those received so far."""
 
     def __init__(self, target: Target, request: GenerateRequest) -> None:
         self.tokens: list[int] = []
@@ -27,9 +27,10 @@ class InFlight:
         self.task = asyncio.create_task(self._follow())
 
     async def begun(self, tokens: int = BEGUN) -> int:
-        """Returns how many tokens came, once there are some.
+        """Wait for the first tokens and return their number.
 
-        Raises NotApplicable when the request ended before: nothing can happen to it any more.
+        Raises NotApplicable if the request has already ended, because nothing can act on it any
+        more.
         """
         while len(self.tokens) < tokens and not self.task.done():
             await asyncio.sleep(LOOK)
@@ -58,7 +59,7 @@ class InFlight:
 
 @asynccontextmanager
 async def in_flight(target: Target, request: GenerateRequest) -> AsyncIterator[InFlight]:
-    """A request that is cancelled at the end of the block if it still runs."""
+    """Run a request, cancelled at the end of the block if it is still running."""
     running = InFlight(target, request)
     try:
         yield running

@@ -1,4 +1,4 @@
-"""How a row ends: with evidence, or as broken or not applicable; and comparisons that decide it."""
+"""Outcomes of a row (evidence, broken, not applicable) and the comparisons that decide them."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ class Broken(Exception):
 
 
 class NotApplicable(Exception):
-    """The row makes no sense for this server; the text says why."""
+    """The row does not apply to this server; the text is the reason."""
 
 
-def require(kept: bool, evidence: str) -> None:
-    """Raises Broken with the evidence unless the contract was kept."""
-    if not kept:
+def require(condition: bool, evidence: str) -> None:
+    """Raise Broken with the evidence unless the contract was kept."""
+    if not condition:
         raise Broken(evidence)
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest difference of two rows of numbers; infinite when their lengths differ."""
-    if len(one) != len(other):
+def difference(first: Sequence[float], other: Sequence[float]) -> float:
+    """Return the largest difference of two rows of numbers; infinite if their lengths differ."""
+    if len(first) != len(other):
         return float("inf")
-    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return max((abs(a - b) for a, b in zip(first, other, strict=True)), default=0.0)
 
 
-def largest_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """The largest difference over several rows."""
-    if len(one) != len(other):
+def largest_difference(first: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """Return the largest difference over several rows."""
+    if len(first) != len(other):
         return float("inf")
-    return max((difference(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return max((difference(a, b) for a, b in zip(first, other, strict=True)), default=0.0)
 
 
 def describe(off: float) -> str:
-    """A difference in the words of the evidence."""
+    """Return a difference in the words of the evidence."""
     return "bit for bit" if off == 0 else f"max difference {off:.2g}"
 
 
-def require_same(one: Completion, other: Completion, tolerance: float, what: str) -> str:
-    """The evidence that two completions are one. Raises Broken, naming where they part."""
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    lengths = (len(one.token_ids), len(other.token_ids))
+def require_same(first: Completion, other: Completion, tolerance: float, what: str) -> str:
+    """Return the evidence that two completions are equal. Raises Broken where they differ."""
+    pairs = zip(first.token_ids, other.token_ids, strict=False)
+    lengths = (len(first.token_ids), len(other.token_ids))
     at = next((at for at, (a, b) in enumerate(pairs) if a != b), min(lengths))
-    if one.token_ids != other.token_ids:
-        before = difference(one.logprobs[:at], other.logprobs[:at])
-        ends = [f"{completion.token_ids[at : at + 3]}..." for completion in (one, other)]
+    if first.token_ids != other.token_ids:
+        before = difference(first.logprobs[:at], other.logprobs[:at])
+        ends = [f"{completion.token_ids[at : at + 3]}..." for completion in (first, other)]
         require(
             False,
             f"{what}: {lengths[0]} and {lengths[1]} ids that part at token {at} ({ends[0]} and "
             f"{ends[1]}); logprobs before that: {describe(before)}",
         )
-    off = difference(one.logprobs, other.logprobs)
+    off = difference(first.logprobs, other.logprobs)
     require(
         off <= tolerance,
         f"{what}: the same {lengths[0]} ids, but logprobs differ by up to {off:.2g} "
         f"(tolerance {tolerance:g})",
     )
-    require(one.finish == other.finish, f"{what}: finish {one.finish!r} and {other.finish!r}")
+    require(first.finish == other.finish, f"{what}: finish {first.finish!r} and {other.finish!r}")
     return f"{what}: the same {lengths[0]} ids, logprobs {describe(off)}"

@@ -1,4 +1,4 @@
-"""Raw HTTP requests that no careful client would send, and their responses as they come."""
+"""Raw HTTP requests that no careful client would send, and their responses."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class RawReply:
         return self.status in (404, 405, 501)
 
     def describe(self) -> str:
-        """The status, and the message of an error."""
+        """Return the status, and the message of an error."""
         if self.status < 300:
             return str(self.status)
         message = " ".join(error_of(self.status, self.body).message.split())
-        shown = message if len(message) <= SHOWN else message[:SHOWN] + "..."
-        return f"{self.status} ({shown})"
+        excerpt = message if len(message) <= SHOWN else message[:SHOWN] + "..."
+        return f"{self.status} ({excerpt})"
 
 
 class Raw:
-    """Sends anything to any URL. Nothing is retried; raises Unavailable and DeadlineExceeded."""
+    """Sender of arbitrary requests without retries; raises Unavailable and DeadlineExceeded."""
 
     def __init__(self, *, api_key: str | None = None, timeout: float = 30.0) -> None:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

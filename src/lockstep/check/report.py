@@ -1,4 +1,4 @@
-"""The report of a check, as one JSON object or as a Markdown table."""
+"""Report of a check, as one JSON object or as a Markdown table."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Report:
     @property
     def kept(self) -> bool:
         """Whether the contract is kept: no row failed, and all of them could be run."""
-        return all(one.verdict in ("pass", "n.a.") for one in self.findings)
+        return all(finding.verdict in ("pass", "n.a.") for finding in self.findings)
 
     @property
     def counts(self) -> dict[str, int]:
-        counts = Counter[str](one.verdict for one in self.findings)
+        counts = Counter[str](finding.verdict for finding in self.findings)
         return {verdict: counts[verdict] for verdict in VERDICTS}
 
     def summary(self) -> str:
@@ -46,18 +46,20 @@ class Report:
             "kept": self.kept,
             "counts": self.counts,
             "held_back": self.held_back,
-            "rows": [asdict(one) for one in self.findings],
+            "rows": [asdict(finding) for finding in self.findings],
         }
 
     def markdown(self) -> str:
         lines = ["| row | checks that | verdict | evidence | law |", "|---|---|---|---|---|"]
-        for one in self.findings:
-            verdict = one.verdict if one.verdict in ("pass", "n.a.") else f"**{one.verdict}**"
-            cells = (f"`{one.id}`", one.title, verdict, one.evidence, one.law)
+        for finding in self.findings:
+            verdict = (
+                finding.verdict if finding.verdict in ("pass", "n.a.") else f"**{finding.verdict}**"
+            )
+            cells = (f"`{finding.id}`", finding.title, verdict, finding.evidence, finding.law)
             lines.append("| " + " | ".join(map(_cell, cells)) + " |")
         return "\n".join([*lines, "", self.summary() + "."])
 
 
 def _cell(text: str) -> str:
-    """Text that cannot end its cell, nor be taken for HTML."""
+    """Escape text so that it cannot end its table cell or be read as HTML."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

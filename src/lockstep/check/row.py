@@ -1,4 +1,4 @@
-"""A row: one check of a server, the rules of the contract that it covers, and its finding."""
+"""A row: one check of a server, the rules of the contract it covers, and its finding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lockstep.check.target import Target
 
 Verdict = Literal["pass", "fail", "n.a.", "error"]
 Check = Callable[[Target], Awaitable[str]]
-"""Returns the evidence of a pass; raises Broken or NotApplicable with that of another verdict."""
+"""Function that returns the evidence of a pass, or raises Broken or NotApplicable."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """`law` names rules of the law and failure modes.
+    """One check; `law` lists the design rules and failure modes it covers.
 
-    L0 is its title, never silently wrong; L1 to L7 are its rules; F01 to F47 the failure modes.
+    L0 is "never silently wrong", L1 to L7 are the numbered rules, F01 and higher failure modes.
     """
 
     id: str
@@ -30,7 +30,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one row. `evidence` says what was sent, what came, and the numbers."""
+    """Result of one row. `evidence` says what was sent, what was received, and the numbers."""
 
     id: str
     title: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows about one subject; a module makes a group and adds its functions to it.
+    """Rows about one subject; a module creates a group and adds its functions to it.
 
     `mutates` marks rows that change the server: they only run with --mutate.
     """

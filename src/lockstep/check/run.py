@@ -1,4 +1,4 @@
-"""Runs the rows one after the other: each bounded in time, none able to stop the others."""
+"""Runner of the rows, one after the other: each bounded in time and isolated from the others."""
 
 from __future__ import annotations
 
@@ -40,29 +40,32 @@ GROUPS: tuple[RowGroup, ...] = tuple(
         adapters, auth, crowd,
     )
 )  # fmt: skip
-"""In the order of the table. A new group is a module like these, and a line here. What a server
-may die of comes last."""
+"""Groups in the order of the table. A new group is a module like these and a line here. Rows that
+may kill a server come last.
+"""
 
 
 def chosen_rows(patterns: Sequence[str] = (), *, mutate: bool = False) -> list[CheckRow]:
-    """The rows to run; `patterns` are of their ids. Raises BadRequest for one that fits none."""
-    known = [row for group in GROUPS for row in group.rows]
+    """Return the rows whose ids match `patterns`. Raises BadRequest for a pattern without a
+    match.
+    """
+    rows = [row for group in GROUPS for row in group.rows]
     for pattern in patterns:
-        if not any(fnmatch(row.id, pattern) for row in known):
+        if not any(fnmatch(row.id, pattern) for row in rows):
             raise BadRequest(
-                f"no row fits {pattern!r}; there are {', '.join(row.id for row in known)}",
+                f"no row fits {pattern!r}; there are {', '.join(row.id for row in rows)}",
                 param="only",
             )
     return [
         row
-        for row in known
+        for row in rows
         if (mutate or not row.mutates)
         and (not patterns or any(fnmatch(row.id, pattern) for pattern in patterns))
     ]
 
 
 async def run_rows(target: Target, rows: Sequence[CheckRow]) -> AsyncIterator[Finding]:
-    """The finding of each row, as it comes."""
+    """Yield the finding of each row as it completes."""
     for row in rows:
         yield await run_row(target, row)
 
@@ -91,8 +94,8 @@ async def _judge(target: Target, row: CheckRow) -> tuple[Verdict, str]:
     except DeadlineExceeded as error:
         return "error", error.message
     except LockstepError as error:
-        # A good request that was refused breaks the contract; a server in trouble proves nothing.
+        # Rejecting a good request breaks the contract; a failing server proves nothing.
         return "fail" if error.status < 500 else "error", f"{error.code}: {error.message}"
     except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
-        # Responses of any shape end here: a row must not take the rest of the table with it.
+        # Responses of any shape end here: one row must not prevent the rest of the table.
         return "error", f"{type(error).__name__}: {error}"

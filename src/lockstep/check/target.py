@@ -1,4 +1,4 @@
-"""The server under check: how it is reached, what is known of it, and what rows may do to it."""
+"""The server under test: its connection, what is known about it, and requests for rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable, UnknownModel
 
 IDS = range(10, 250)
-"""Ids of test prompts: in every vocabulary, and in no order that a tokenizer would write."""
+"""Ids of test prompts: in every vocabulary, in an order that no tokenizer produces."""
 LONG = 800
-"""Tokens of a generation that something happens to: long enough to be met in flight."""
+"""Tokens of a generation that a row acts on: long enough to be still in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """The server to check and how, as the command line says it."""
+    """The server to test and how, from the command line."""
 
     url: str
     model: str | None = None
@@ -49,7 +49,7 @@ class CheckOptions:
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """Everything a row needs. Rows send through it and never open anything themselves."""
+    """Everything a row needs. Rows send requests through it and open nothing themselves."""
 
     options: CheckOptions
     transport: Transport
@@ -60,7 +60,7 @@ class Target:
     config: dict[str, Any] = field(default_factory=dict)
     control: Admin | None = None
 
-    # What is known
+    # Properties
 
     @property
     def tolerance(self) -> float:
@@ -72,14 +72,15 @@ class Target:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of generations that something happens to, in turn: a small engine may be through
-        with the first before a busy client comes to it, which says nothing yet."""
+        """Token counts to try for generations that a row acts on: a small engine may finish the
+        first before a busy client acts, which proves nothing.
+        """
         longest = (self.card.max_model_len or 2048) * 3 // 4
         return tuple(min(LONG * times, longest) for times in (1, 2, 4))
 
     @property
     def long(self) -> int:
-        """How many tokens a long generation may have here."""
+        """Maximum number of tokens of a long generation on this server."""
         return self.lengths[0]
 
     @property
@@ -95,7 +96,7 @@ class Target:
         return self.options.checkpoint
 
     def prompt(self, length: int = 24, seed: int = 0) -> list[int]:
-        """Ids that no text has: they do not survive a server that turns them into text."""
+        """Return ids that no text produces: a server that converts them to text changes them."""
         rng = random.Random(seed)
         return [rng.choice(IDS) for _ in range(min(length, (self.card.max_model_len or 64) // 2))]
 
@@ -111,7 +112,7 @@ class Target:
         experts_start: int | None = None,
         **sampling: Any,
     ) -> GenerateRequest:
-        """A request; greedy unless `sampling` says otherwise, and never ended by an EOS."""
+        """Return a request; greedy unless `sampling` is set, and never ended by an EOS token."""
         how = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | sampling
         return GenerateRequest(
             prompt_ids=ids,
@@ -124,40 +125,44 @@ class Target:
         )
 
     async def one(self, ids: list[int], **how: Any) -> Completion:
-        """One completion; `how` is that of `request`."""
+        """Return one completion; `how` is passed to `request`."""
         (completion,) = await self.transport.generate(self.request(ids, **how))
         return completion
 
     async def score(self, ids: Sequence[int], *, model: str | None = None) -> list[float]:
-        """Logprobs of every token after the first, computed anew: under a salt of their own."""
+        """Return the logprobs of every token after the first, computed under their own cache
+        salt.
+        """
         completion = await self.one(
             list(ids), model=model, cache_salt=uuid4().hex, max_tokens=1, prompt_logprobs=0
         )
         if completion.prompt_logprobs is None:
             raise Broken(f"prompt logprobs were asked for {len(ids)} ids, and none came")
-        missing = [at for at, one in enumerate(completion.prompt_logprobs) if at and one is None]
+        missing = [
+            at for at, entry in enumerate(completion.prompt_logprobs) if at and entry is None
+        ]
         if missing:
             raise Broken(f"no logprob came for the prompt tokens at {missing[:5]}")
-        return [one.logprob for one in completion.prompt_logprobs[1:] if one is not None]
+        return [entry.logprob for entry in completion.prompt_logprobs[1:] if entry is not None]
 
     async def scores(
         self, sequences: Sequence[Sequence[int]], *, model: str | None = None
     ) -> list[list[float]]:
-        """Of several sequences, one after the other: see `crowd.scores` for why."""
+        """Score several sequences, one after the other: see `crowd.scores` for the reason."""
         return [await self.score(ids, model=model) for ids in sequences]
 
     async def post(self, path: str, body: object) -> RawReply:
         return await self.raw.send("POST", self.transport.base_url + path, body)
 
     async def send_ids(self, ids: Any, *, model: str | None = None, **fields: Any) -> RawReply:
-        """A bare request for one token; `fields` are put beside what the dialect knows."""
+        """Send a bare request for one token; `fields` are added to the dialect's own."""
         body = self.dialect.body(model or self.card.id, ids)
         return await self.post(self.dialect.route, body | fields)
 
 
 @asynccontextmanager
 async def open_target(options: CheckOptions) -> AsyncIterator[Target]:
-    """The server, reached and recognised. Raises BadRequest, Unavailable or UnknownModel."""
+    """Connect to the server and detect it. Raises BadRequest, Unavailable or UnknownModel."""
     if options.mutate and options.admin is None:
         raise BadRequest("--mutate needs the admin URL: give --admin", param="admin")
     renderer = None if options.tokenizer is None else Renderer.load(options.tokenizer)
@@ -187,15 +192,16 @@ async def open_target(options: CheckOptions) -> AsyncIterator[Target]:
 
 
 async def _open_admin(url: str, token: str | None) -> Admin:
-    """The driver for a worker's admin URL, or for the one worker behind a Dynamo discovery URL.
+    """Return the driver of a worker's admin URL, or of the one worker behind a Dynamo discovery
+    URL.
 
-    Raises BadRequest when there are several workers: the kit changes one server at a time.
+    Raises BadRequest if there are several workers: the kit changes one server at a time.
     """
     discovery = DynamoDiscovery(url, url=url)
     try:
         workers = await discovery.find()
     except LockstepError:
-        # Not Dynamo's discovery: a worker, or nothing, which the next error says better.
+        # Not Dynamo's discovery: a worker, or nothing, which the next error describes better.
         return await open_admin(url, token)
     finally:
         await discovery.close()
@@ -223,7 +229,7 @@ def _choose(cards: list[ModelCard], model: str | None) -> ModelCard:
 
 
 def _config(options: CheckOptions) -> dict[str, Any]:
-    """The model's config.json, where the tokenizer's or the checkpoint's directory has one."""
+    """Return the model's config.json from the tokenizer's or the checkpoint's directory, if any."""
     for directory in (options.tokenizer, options.checkpoint):
         path = None if directory is None else directory / "config.json"
         if path is not None and path.is_file():

@@ -1,1 +1,1 @@
-"""The rows of the conformance kit, one module per group."""
+"""Rows of the conformance kit, one module per group."""

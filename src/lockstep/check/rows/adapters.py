@@ -1,4 +1,4 @@
-"""LoRA adapters (--mutate): loaded, swapped, and gone when they are unloaded."""
+"""LoRA adapters (--mutate): loaded, swapped, and gone after unloading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.check.target import Target
 
 GROUP = RowGroup("adapters", mutates=True)
 SEEN_WITHIN = 20.0
-"""Seconds in which a deployment must know of an adapter, or that it is gone."""
+"""Seconds in which a deployment must list an adapter, or stop listing it."""
 
 
 def paths(target: Target) -> tuple[Path, ...]:
@@ -26,7 +26,7 @@ def paths(target: Target) -> tuple[Path, ...]:
 
 @asynccontextmanager
 async def loaded(target: Target) -> AsyncIterator[str]:
-    """The first adapter under a name of its own; unloaded at the end, if it still is there."""
+    """Load the first adapter under its own name; unload it at the end of the block."""
     name = f"check-{uuid4().hex[:8]}"
     first = paths(target)[0]
     await target.admin.load_adapter(name, first)
@@ -43,7 +43,7 @@ async def listed_now(target: Target, name: str) -> bool:
 
 
 async def listed(target: Target, name: str, *, there: bool) -> float:
-    """Seconds until /v1/models lists the name, or does so no more. Raises Broken."""
+    """Return the seconds until /v1/models lists the name, or no longer does. Raises Broken."""
     began = monotonic()
     while await listed_now(target, name) != there:
         state = "not listed" if there else "still listed"
@@ -62,12 +62,13 @@ async def load(target: Target) -> str:
     async with loaded(target) as name:
         own = await target.scores(sequences(target), model=name)
         still = await target.scores(sequences(target))
-    moved, kept = largest_difference(base, own), largest_difference(base, still)
+    moved, unchanged = largest_difference(base, own), largest_difference(base, still)
     evidence = (
-        f"its scores are up to {moved:.2g} from the base model's; those are kept {describe(kept)}"
+        f"its scores are up to {moved:.2g} from the base model's; the base model's are "
+        f"{describe(unchanged)}"
     )
     require(moved > target.tolerance, f"{evidence}: the base model answers in its place")
-    require(kept <= target.tolerance, evidence)
+    require(unchanged <= target.tolerance, evidence)
     return evidence
 
 

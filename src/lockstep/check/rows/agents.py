@@ -1,4 +1,4 @@
-"""Agent dialects: Anthropic's messages and OpenAI's responses, in the sessions of chat."""
+"""Agent dialects: Anthropic messages and OpenAI responses, in the same sessions as chat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = {"frobnicate": 1}
 
 
 def events_of(reply: RawReply) -> list[dict[str, Any]]:
-    """The data of a stream of events."""
+    """Return the data of a stream of events."""
     lines = bytes(reply.body).decode(errors="replace").splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 

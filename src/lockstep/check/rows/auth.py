@@ -1,4 +1,4 @@
-"""Who may change the server (--mutate): a token, a POST, a listener of its own."""
+"""Access to admin routes (--mutate): a token, a POST, and a separate listener."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUTES = {name: engine.pause_routes for name, engine in ENGINES.items() if engin
 
 
 def resume_route(target: Target) -> str:
-    """A route that changes a server, and changes nothing in one that runs."""
+    """Return an admin route that has no effect on a running server."""
     return ROUTES[target.admin.name][1]
 
 

@@ -1,4 +1,4 @@
-"""What stock clients send and read: stop strings, grammars, penalties, wordings, odd turns."""
+"""Requests of stock clients: stop strings, grammars, penalties, error wordings, odd turns."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def stop(target: Target) -> str:
     evidence = f"stop {wanted!r}: {count} of {len(whole.token_ids)} tokens, finish {ended.finish!r}"
     require(ended.finish == "stop" and ended.stop_reason == wanted, evidence)
     require(ended.token_ids == whole.token_ids[:count], f"{evidence}; they are other tokens")
-    kept = wanted in renderer.decode(ended.token_ids)
-    require(kept, f"{evidence}; the tokens of the string are cut off")
+    included = wanted in renderer.decode(ended.token_ids)
+    require(included, f"{evidence}; the tokens of the string are cut off")
     return f"{evidence}, with the tokens of the string"
 
 
@@ -61,11 +61,11 @@ async def structured(target: Target) -> str:
 @GROUP.row("penalties", "penalties change what is sampled", "L0")
 async def penalties(target: Target) -> str:
     token = target.prompt()[0]
-    # The token is forced so far that only a penalty of its repetition can bring in another.
+    # The bias is so strong that only a repetition penalty can bring in another token.
     forced: dict[str, Any] = {"allowed_token_ids": (token, token + 1), "max_tokens": 12}
     plain = await target.one(target.prompt(), **forced)
     held = await target.one(target.prompt(), **forced, frequency_penalty=2.0, presence_penalty=2.0)
-    before, after = (_most(one.token_ids) for one in (plain, held))
+    before, after = (_most(completion.token_ids) for completion in (plain, held))
     evidence = f"the most frequent of 12 tokens came {before} times, with penalties {after}"
     if before < 12:
         raise NotApplicable(f"{evidence}: nothing was repeated throughout")
@@ -84,26 +84,26 @@ async def overlong(target: Target) -> str:
     code, message = error.get("code"), str(error.get("message", ""))
     evidence = f"{reply.describe()}, code {code!r}"
     require(reply.status == 400, f"expected 400: {evidence}")
-    known = code == "context_length_exceeded" or "maximum context length" in message.lower()
-    require(known, f"{evidence}; no client takes that for a prompt that is too long")
+    recognisable = code == "context_length_exceeded" or "maximum context length" in message.lower()
+    require(recognisable, f"{evidence}; no client takes that for a prompt that is too long")
     return evidence
 
 
 @GROUP.row("temperature", "turns at two temperatures are told apart, also in one session", "F53")
 async def temperature(target: Target) -> str:
     pair = [await target.one(target.prompt(), temperature=value) for value in (1.0, 0.5)]
-    told = [one.temperature for one in pair]
-    require(told == [1.0, 0.5], f"sampled at 1.0 and 0.5, told as {told}")
+    temperatures = [turn.temperature for turn in pair]
+    require(temperatures == [1.0, 0.5], f"sampled at 1.0 and 0.5, told as {temperatures}")
     samples = await _session_samples(target)
     if samples is None:
-        return f"completions say {told}; sessions cannot be read here (--admin)"
+        return f"completions say {temperatures}; sessions cannot be read here (--admin)"
     mixed = sorted(sample["temperature"] for sample in samples)
     require(mixed == [0.5, 1.0], f"a session with both: samples at {mixed}")
-    return f"completions say {told}; a session with both has a sample for each"
+    return f"completions say {temperatures}; a session with both has a sample for each"
 
 
 async def _session_samples(target: Target) -> list[dict[str, Any]] | None:
-    """The samples of a session with a turn at each temperature; None where there are none."""
+    """Return the samples of a session with one turn per temperature; None without sessions."""
     options, name = target.options, f"check-{uuid4().hex}"
     if options.admin is None or options.token is None:
         return None

@@ -1,4 +1,4 @@
-"""Pauses (--mutate): what happens to the generation in flight, and to new requests."""
+"""Pauses (--mutate): their effect on the generation in flight and on new requests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ GROUP = RowGroup("control", mutates=True)
 STILL = 0.6
 """Seconds for which a paused server is watched."""
 SETTLE = 0.2
-"""Seconds without a token after which those sampled before a pause are no longer under way."""
+"""Seconds without a token after which no token sampled before a pause is still in transit."""
 ENDED = 10.0
 """Seconds in which an aborted request must have ended."""
 
 
 @asynccontextmanager
 async def paused(target: Target, mode: PauseMode) -> AsyncIterator[None]:
-    """Resumed at the end of the block, whatever happened in it."""
+    """Pause the server for the block and resume it at the end, whatever happens."""
     await target.admin.pause(mode)
     try:
         yield
@@ -32,7 +32,7 @@ async def paused(target: Target, mode: PauseMode) -> AsyncIterator[None]:
 
 
 async def queues(target: Target) -> asyncio.Task[str]:
-    """A new request to a paused server, which must wait. Raises Broken when it does not."""
+    """Send a request to a paused server, which must queue it. Raises Broken if it does not."""
     task = asyncio.create_task(_new(target))
     await asyncio.wait((task,), timeout=STILL)
     require(not task.done(), f"a new request did not wait: {task.result() if task.done() else ''}")
@@ -72,7 +72,7 @@ async def keep(target: Target) -> str:
 
 
 async def _settled(running: InFlight) -> int:
-    """How many tokens came, once those that were under way have."""
+    """Return the number of tokens received once none are in transit."""
     count = -1
     while count < (count := len(running.tokens)):
         await asyncio.sleep(SETTLE)
@@ -103,18 +103,19 @@ async def abort(target: Target) -> str:
         async with in_flight(target, request) as running:
             seen = await running.begun()
             async with paused(target, "abort"):
-                # Before resume: a pause that only froze the request would let it end well later.
+                # Before resume: a pause that only froze the request would let it finish normally
+                # later.
                 await asyncio.wait((running.task,), timeout=ENDED)
                 ended = running.task.done()
             require(ended, f"the request in flight had not ended {ENDED:g} s after pause abort")
             completion = await running.end()
-        kept = len(completion.token_ids)
-        if kept < length:
+        count = len(completion.token_ids)
+        if count < length:
             break
-    evidence = f"paused at {seen} of {length} tokens: {kept} kept, finish {completion.finish!r}"
-    require(completion.finish == "abort" and seen <= kept < length, evidence)
+    evidence = f"paused at {seen} of {length} tokens: {count} kept, finish {completion.finish!r}"
+    require(completion.finish == "abort" and seen <= count < length, evidence)
     require(
-        completion.token_ids == whole.token_ids[:kept],
+        completion.token_ids == whole.token_ids[:count],
         f"{evidence}; they are not those of the whole",
     )
     return f"{evidence}, the first of the whole answer"

@@ -1,4 +1,4 @@
-"""Many requests at once: the last row, as some servers die of it."""
+"""Many concurrent requests: the last row, because it kills some servers."""
 
 from __future__ import annotations
 

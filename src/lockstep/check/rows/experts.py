@@ -1,4 +1,4 @@
-"""Routed experts: a row for every forwarded token, from the position that was requested."""
+"""Routed experts: a row for every forwarded token, from the requested position."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 async def routed(target: Target, start: int) -> Completion:
-    """A completion with its experts. Raises NotApplicable for a model that has none."""
+    """Return a completion with its experts. Raises NotApplicable for a model without experts."""
     count = next((target.config[name] for name in COUNTS if target.config.get(name)), 0)
     try:
         completion = await target.one(target.prompt(), max_tokens=8, experts_start=start)
     except (BadRequest, BadExperts) as error:
-        # A server without them says so, or leaves them out; anything else is a broken response.
+        # A server without experts says so or omits them; anything else is a broken response.
         if count or "none" not in error.message:
             raise
         raise NotApplicable(error.message) from None

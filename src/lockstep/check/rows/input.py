@@ -1,4 +1,4 @@
-"""Bad input: refused with a 4xx that says why, and the server goes on."""
+"""Bad input: rejected with a 4xx and a reason, and the server keeps working."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lockstep.check.target import Target
 
 GROUP = RowGroup("input")
 BEYOND = 2**31 - 1
-"""An id that no vocabulary has."""
+"""An id outside every vocabulary."""
 
 
 async def refuses(target: Target, what: str, ids: Any, **fields: Any) -> str:
-    """The evidence that a request is refused, and that the next good one is not."""
+    """Return the evidence that a request is rejected and that the next good one is not."""
     reply = await target.send_ids(ids, **fields)
     require(reply.refused, f"{what}: answered {reply.describe()}{_sampled(target, reply)}")
     good = await target.send_ids(target.prompt())

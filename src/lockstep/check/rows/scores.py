@@ -1,4 +1,4 @@
-"""Logprobs: of prompts, scored again, seeded, among others, under a salt, and in which mode."""
+"""Logprobs: of prompts, re-scored, seeded, batched, with a salt, and in which mode."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ async def again(target: Target) -> str:
 @GROUP.row("seed", "the same seed gives the same tokens", "L1")
 async def seed(target: Target) -> str:
     ids = target.prompt(seed=6)
-    one, two, other = [
+    first, two, other = [
         await target.one(ids, temperature=1.0, seed=number, max_tokens=24) for number in (9, 9, 10)
     ]
-    evidence = require_same(one, two, target.tolerance, "seed 9 twice")
-    require(one.token_ids != other.token_ids, f"{evidence}; but seed 10 gives them too")
+    evidence = require_same(first, two, target.tolerance, "seed 9 twice")
+    require(first.token_ids != other.token_ids, f"{evidence}; but seed 10 gives them too")
     return f"{evidence}; seed 10 gives others"
 
 
@@ -72,7 +72,8 @@ async def salt(target: Target) -> str:
     bare = await target.one(ids)
     salted = [await target.one(ids, cache_salt=name) for name in ("check-a", "check-b")]
     evidence = [
-        require_same(bare, one, target.tolerance, "with and without salt") for one in salted
+        require_same(bare, completion, target.tolerance, "with and without salt")
+        for completion in salted
     ]
     return f"{len(ids)} ids, two salts; {evidence[-1]}"
 
@@ -84,7 +85,7 @@ async def mode(target: Target) -> str:
         await target.one(ids, temperature=heat, seed=1, max_tokens=1, logprobs=3)
         for heat in (1.0, 2.0)
     ]
-    tops = [{one.token_id: one.logprob for one in (completion.top_logprobs or [()])[0]}
+    tops = [{entry.token_id: entry.logprob for entry in (completion.top_logprobs or [()])[0]}
             for completion in (warm, hot)]  # fmt: skip
     common = sorted(tops[0].keys() & tops[1].keys())
     require(bool(common), "the most likely tokens at temperature 1 and 2 have none in common")

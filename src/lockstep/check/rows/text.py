@@ -1,4 +1,4 @@
-"""Text: what the server's own routes make of it, against the client's renderer."""
+"""Text: the server's own text routes compared with the client's renderer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def renderer_of(target: Target) -> Renderer:
 
 
 def there(reply: RawReply, route: str) -> RawReply:
-    """The reply of a route that exists. Raises NotApplicable for one that does not."""
+    """Return the reply of a route. Raises NotApplicable if the route does not exist."""
     if reply.missing:
         raise NotApplicable(f"the server has no {route} ({reply.status})")
     return reply

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: the ids that were sent are used, the ids that come are whole."""
+"""Tokens in, tokens out: sent ids are used as they are, returned ids are complete."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ async def prompt(target: Target) -> str:
         require(used == len(ids), f"{len(ids)} ids were sent, usage counts {used} prompt tokens")
         evidence.append(f"usage counts {used}")
     other = [*ids[:-1], ids[-1] + 1]
-    one = await target.one(ids, temperature=1.0, seed=1, max_tokens=1, logprobs=5)
+    completion = await target.one(ids, temperature=1.0, seed=1, max_tokens=1, logprobs=5)
     two = await target.one(other, temperature=1.0, seed=1, max_tokens=1, logprobs=5)
-    require(one.top_logprobs != two.top_logprobs, "another last id gives the same distribution")
+    require(
+        completion.top_logprobs != two.top_logprobs, "another last id gives the same distribution"
+    )
     evidence.append("another last id gives another distribution")
     return f"{len(ids)} ids that no text has: {', '.join(evidence)}"
 
@@ -76,7 +78,7 @@ async def finish(target: Target) -> str:
 
 @GROUP.row("stop", "stop ids end the answer and are in it", "L1 L6")
 async def stop(target: Target) -> str:
-    # Not with ignore_eos: on one server that switches stop ids off as well.
+    # Not with ignore_eos: on one server it also disables stop ids.
     free = await target.one(target.prompt(), max_tokens=16, ignore_eos=False)
     ids = free.token_ids
     fresh = [at for at, token in enumerate(ids) if at and token not in ids[:at]]
@@ -109,17 +111,17 @@ async def abort(target: Target) -> str:
 
 
 async def _aborted(target: Target, length: int) -> tuple[Completion, int, str]:
-    """A generation that was aborted: how it ended, how many tokens had come, and both in words."""
+    """Abort a generation; return how it ended, the tokens received before, and a description."""
     name = uuid4().hex
     request = target.request(target.prompt(), max_tokens=length, request_id=name)
     async with in_flight(target, request) as running:
         seen = await running.begun()
         stopped = await target.transport.abort(name)
         completion = await running.end()
-    told = "not told" if stopped is None else str(stopped)
+    count = "not reported" if stopped is None else str(stopped)
     evidence = (
         f"aborted after {seen} of {length} tokens: finish {completion.finish!r} with "
-        f"{len(completion.token_ids)} tokens and logprobs; stopped: {told}"
+        f"{len(completion.token_ids)} tokens and logprobs; stopped: {count}"
     )
     return completion, seen, evidence
 
@@ -128,7 +130,7 @@ async def _aborted(target: Target, length: int) -> tuple[Completion, int, str]:
 async def choices(target: Target) -> str:
     ids, evidence = target.prompt(), ""
     if target.dialect.splits_choices:
-        # Our transport sends n requests in this dialect: the server's own n is checked here.
+        # Our transport sends n requests in this dialect, so the server's own n is tested here.
         body = target.dialect.body(target.card.id, ids, max_tokens=8, n=4)
         reply = await target.post(target.dialect.route, body)
         if not reply.refused:
@@ -142,9 +144,9 @@ async def choices(target: Target) -> str:
     completions = await target.transport.generate(
         target.request(ids, temperature=1.0, seed=3, n=4, max_tokens=16)
     )
-    distinct = len({tuple(one.token_ids) for one in completions})
-    lengths = [len(one.token_ids) for one in completions]
-    indices = [one.index for one in completions]
+    distinct = len({tuple(completion.token_ids) for completion in completions})
+    lengths = [len(completion.token_ids) for completion in completions]
+    indices = [completion.index for completion in completions]
     evidence += f"4 choices: {distinct} distinct, lengths {lengths}, indices {indices}"
     require(distinct > 1 and lengths == [16] * 4, evidence)
     return evidence

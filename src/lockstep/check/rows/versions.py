@@ -1,4 +1,4 @@
-"""Weight versions: on every token, and held to when a request demands one."""
+"""Weight versions: present on every token, and enforced when a request requires one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUP = RowGroup("versions")
 
 
 def spans(completion: Completion) -> str:
-    """The version spans as evidence says them."""
+    """Return the version spans as text for the evidence."""
     return ", ".join(f"{span.version!r} [{span.start}, {span.end})" for span in completion.versions)
 
 
@@ -23,12 +23,13 @@ async def every(target: Target) -> str:
     async with in_flight(target, target.request(target.prompt(), max_tokens=12)) as running:
         streamed = await running.end()
     for what, completion in (("whole", whole), ("streamed", streamed)):
-        known = all(span.version not in (UNKNOWN_VERSION, "") for span in completion.versions)
+        labelled = all(span.version not in (UNKNOWN_VERSION, "") for span in completion.versions)
         require(
-            known, f"the {what} answer tells no version for its {len(completion.token_ids)} tokens"
+            labelled,
+            f"the {what} answer tells no version for its {len(completion.token_ids)} tokens",
         )
     cards = await target.transport.models()
-    card = next((one for one in cards if one.id == target.card.id), target.card)
+    card = next((candidate for candidate in cards if candidate.id == target.card.id), target.card)
     evidence = f"whole {spans(whole)}; streamed {spans(streamed)}"
     if card.weight_version is not None:
         require(

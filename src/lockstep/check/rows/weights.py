@@ -1,4 +1,4 @@
-"""Weight updates (--mutate): really applied, nothing stale, and undone again."""
+"""Weight updates (--mutate): applied, nothing stale, and rolled back."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lockstep.checkpoint.probe import Probe
 
 GROUP = RowGroup("weights", mutates=True)
 PREFIX = 300
-"""Tokens of a prompt whose prefix is cached: more than two blocks of any engine known."""
+"""Tokens of a prompt whose prefix is cached: more than two blocks of any known engine."""
 
 
 async def switch(admin: Admin, change: Callable[[], Awaitable[object]]) -> None:
-    """Changes the weights of a paused worker, and resumes it."""
+    """Change the weights of a paused worker and resume it."""
     await admin.pause("keep")
     try:
         await change()
@@ -29,9 +29,9 @@ async def switch(admin: Admin, change: Callable[[], Awaitable[object]]) -> None:
 
 
 async def commit(target: Target) -> str:
-    """Has the server serve the checkpoint of --checkpoint; returns its version label."""
+    """Make the server serve the checkpoint of --checkpoint; return its version label."""
     admin, version = target.admin, f"check-{uuid4().hex[:8]}"
-    await admin.view()  # some drivers learn here what they must go back to
+    await admin.view()  # some drivers learn here what to roll back to
     await admin.stage(Source(directory=target.checkpoint.absolute()), version)
     await switch(admin, lambda: admin.commit(version))
     return version
@@ -39,7 +39,7 @@ async def commit(target: Target) -> str:
 
 @asynccontextmanager
 async def updated(target: Target) -> AsyncIterator[str]:
-    """The server with the other weights; rolled back at the end of the block."""
+    """Serve the other weights during the block; roll back at its end."""
     version = await commit(target)
     try:
         yield version
@@ -48,7 +48,7 @@ async def updated(target: Target) -> AsyncIterator[str]:
 
 
 def sequences(target: Target, probe: Probe | None) -> list[list[int]]:
-    """The sequences to score: those of the probe, else some prompts."""
+    """Return the sequences to score: those of the probe, else some prompts."""
     if probe is not None:
         return [list(ids) for ids in probe.sequences]
     return [target.prompt(40, seed=seed) for seed in range(4)]
@@ -106,11 +106,11 @@ async def inflight(target: Target) -> str:
     await admin.stage(Source(directory=target.checkpoint.absolute()), version)
     async with in_flight(
         target, target.request(target.prompt(seed=32), max_tokens=target.long)
-    ) as one:
-        seen = await one.begun()
+    ) as running:
+        seen = await running.begun()
         await switch(admin, lambda: admin.commit(version))
         try:
-            completion = await one.end()
+            completion = await running.end()
         finally:
             await switch(admin, admin.rollback)
     versions, finish = completion.versions, completion.finish
