@@ -1,4 +1,4 @@
-"""Who wrote each token of a conversation, read from the marks of its chat format."""
+"""Author of each token of a conversation, read from the markers of its chat format."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TEMPLATE = "template"
 
 
 def authors(strings: Sequence[str], sampled: Sequence[bool]) -> list[str]:
-    """Who wrote each token: system, user, assistant or tool; or the template, which frames them.
+    """Return the author of each token: system, user, assistant, tool, or the template around them.
 
-    Sampled tokens are the assistant's whatever the format. The rest is read from ChatML markers;
-    in other formats it is the template's.
+    Sampled tokens belong to the assistant in every format. The rest is read from ChatML markers; in
+    other formats it belongs to the template.
     """
     written_by: list[str] = []
     role, naming, name = TEMPLATE, False, ""
@@ -27,7 +27,7 @@ def authors(strings: Sequence[str], sampled: Sequence[bool]) -> list[str]:
             role, naming, name = TEMPLATE, True, ""
             written_by.append(TEMPLATE)
         elif naming:
-            # The role's name runs to the end of its line, perhaps over several tokens.
+            # The role's name extends to the end of its line, possibly over several tokens.
             written_by.append(TEMPLATE)
             name, naming = name + text, "\n" not in text
             role = name.strip() if name.strip() in AUTHORS else TEMPLATE
@@ -43,7 +43,7 @@ def authors(strings: Sequence[str], sampled: Sequence[bool]) -> list[str]:
 
 
 def messages(strings: Sequence[str], written_by: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """The author and span of each message, with the template's tokens that frame it."""
+    """Return the author and span of each message, including the template's tokens around it."""
     start, author = 0, TEMPLATE
     for at, (text, by) in enumerate(zip(strings, written_by, strict=True)):
         other = by not in (TEMPLATE, author) and author != TEMPLATE

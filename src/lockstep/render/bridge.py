@@ -1,8 +1,8 @@
-"""Finds the ids that lead from a sampled turn to the next one, without changing what is there.
+"""Bridges: the ids that lead from a sampled turn to the next one without changing earlier ids.
 
-A bridge returns what to append to the exact ids so far. It has no way to change them: that is
-what keeps a conversation append only. What it appends was not sampled, the close tokens of a turn
-that was cut included.
+A bridge returns the ids to append to the exact ids so far. It cannot change them, which keeps a
+conversation append-only. The appended ids were not sampled, including the closing tokens of a turn
+that was cut.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RESULT: Plain = {"role": "tool", "tool_call_id": "q1w2e3r4t", "content": "Resul
 
 
 class FamilyBridge:
-    """The bridge that a family of `renderers` brings, held to its promise."""
+    """Bridge of a `renderers` family, with its result verified."""
 
     def __init__(self, renderer: Any) -> None:
         self._renderer = renderer
@@ -57,27 +57,29 @@ class FamilyBridge:
         messages: list[Plain],
         tools: list[Plain] | None,
     ) -> list[int] | None:
-        """What follows prompt + completion, or None where the family has no exact way on."""
+        """Return the ids after prompt + completion, or None if the family has no exact
+        continuation.
+        """
         try:
             rendered = self._renderer.bridge_to_next_turn(
                 prompt_ids, completion_ids, messages, tools=tools
             )
         except Exception:
-            # Third-party code over a caller's messages; the template bridge is tried next, and
-            # if that fails too the caller sees a recorded break.
+            # Third-party code on a caller's messages may raise anything. The template bridge is
+            # tried next, and if that fails too, the caller sees a recorded break.
             log.debug("%s cannot bridge", type(self._renderer).__name__, exc_info=True)
             return None
         if rendered is None:
             return None
         ids = list(rendered.token_ids)
         before = len(prompt_ids) + len(completion_ids)
-        # A family may cut what follows the last close token; then this is no bridge.
+        # A family may drop the ids after the last closing token; then this is not a bridge.
         if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : before] != completion_ids:
             return None
         return ids[before:]
 
     def agrees_with(self, template: Template, close: int | None) -> bool:
-        """Whether it writes what the template writes, wherever the template only appends.
+        """Return whether it writes the same as the template wherever the template only appends.
 
         `close` is the token that ends an assistant turn.
         """
@@ -101,10 +103,10 @@ class FamilyBridge:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a template leads on to new messages: after which dummy reply, and what that hangs on.
+    """How a template continues to new messages: after which dummy reply, and depending on what.
 
-    `contextual` says that the template writes the system message or the tools again beside the
-    newest messages, as Mistral's do.
+    `contextual` means that the template repeats the system message or the tools beside the newest
+    messages, as Mistral's templates do.
     """
 
     dummy: Plain
@@ -112,10 +114,10 @@ class _Way:
 
 
 class TemplateBridge:
-    """A bridge for any chat template: a dummy turn before the new messages, and what follows it.
+    """Bridge for any chat template: render a dummy turn and the new messages, keep what follows it.
 
-    It is only used for a pattern of roles that was checked on this template: what follows the
-    close token must be the same after different histories, with and without tools; or at least
+    It is used only for patterns of roles that were verified on this template: the text after the
+    closing token must be the same after different histories, with and without tools; or at least
     after different histories with the same system message and tools.
     """
 
@@ -128,7 +130,7 @@ class TemplateBridge:
 
     @property
     def works(self) -> bool:
-        """Whether the plainest case, a new user message, passed its check."""
+        """Whether the simplest case, a new user message, was verified."""
         return self._way(("user",), False) is not None
 
     def extend(
@@ -141,10 +143,10 @@ class TemplateBridge:
         stop_ids: Sequence[int],
         after_tool: bool,
     ) -> list[int] | None:
-        """What follows the completion, or None where this template gives no exact way on.
+        """Return the ids after the completion, or None if this template has no exact continuation.
 
-        `system` is what opened the conversation, if anything did. `after_tool` says whether there
-        were tool results before: some templates write the first ones differently.
+        `system` is the message that opened the conversation, if any. `after_tool` says whether
+        there were tool results before: some templates write the first ones differently.
         """
         way = self._way(_pattern(messages), after_tool)
         if way is None or self.close is None:
@@ -164,7 +166,7 @@ class TemplateBridge:
         return self._closing(completion_ids, stop_ids) + self._template.encode(rest)
 
     def _closing(self, completion_ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
-        """The close of a turn that did not close itself: cut by length, or by a stop string."""
+        """Return the closing tokens of a turn that was cut by length or by a stop string."""
         if self.close is None or (completion_ids and completion_ids[-1] in (*stop_ids, self.close)):
             return []
         opened, closed = self._think
@@ -176,7 +178,7 @@ class TemplateBridge:
         return [self.close]
 
     def _way(self, pattern: tuple[str, ...], after_tool: bool) -> _Way | None:
-        """The way to this pattern of roles, found and checked once."""
+        """Return the verified continuation for this pattern of roles; computed once."""
         key = (pattern, after_tool)
         if key not in self._checked:
             replies = (_CALL, _PLAIN) if pattern[0] == "tool" else (_PLAIN,)
@@ -212,12 +214,14 @@ class TemplateBridge:
                 rests.setdefault(context if contextual else None, set()).add(rest)
         except BadRequest:
             return False
-        return all(None not in each and len(each) == 1 for each in rests.values())
+        return all(None not in texts and len(texts) == 1 for texts in rests.values())
 
     def _contexts(
         self, after_tool: bool
     ) -> Iterator[tuple[object, list[Plain], list[Plain] | None]]:
-        """Histories of one kind, each with what a contextual way may hang on: system and tools."""
+        """Yield histories of one kind, with the system message and tools a continuation may depend
+        on.
+        """
         base = _history(after_tool)
         more: Plain = {"role": "user", "content": "Another question."}
         yield (False, False), base, None
@@ -238,17 +242,21 @@ class TemplateBridge:
         return self._template.text([*history, reply, *messages], tools, add_generation_prompt=True)
 
     def _appends(self, text: str, history: list[Plain], tools: list[Plain] | None) -> bool:
-        """A template that moves new messages to the front does not append."""
+        """Return whether the template appends: one that moves new messages to the front does
+        not.
+        """
         return text.startswith(self._template.text(history, tools, add_generation_prompt=False))
 
     def _after_close(self, text: str) -> str | None:
-        """The text after the close of the dummy reply, or None when it cannot be told apart."""
+        """Return the text after the dummy reply's closing token, or None if it cannot be
+        located.
+        """
         start = text.find(DUMMY)
         closed = text.find(self._close_text, start) if start >= 0 and self._close_text else -1
         return text[closed + len(self._close_text) :] if closed >= 0 else None
 
     def _find_close(self) -> int | None:
-        """The special token that ends an assistant turn, or None when text alone ends it."""
+        """Return the special token that ends an assistant turn, or None if only text ends it."""
         try:
             text = self._template.text([_QUESTION, _PLAIN], None, add_generation_prompt=False)
         except BadRequest:
@@ -268,7 +276,7 @@ class TemplateBridge:
 
 
 def _pattern(messages: list[Plain]) -> tuple[str, ...]:
-    """The roles in order; more than two of a kind in a row are written like two."""
+    """Return the roles in order; more than two of a kind in a row count as two."""
     roles: list[str] = []
     for message in messages:
         if roles[-2:] != [message["role"]] * 2:
@@ -281,7 +289,7 @@ def _history(after_tool: bool) -> list[Plain]:
 
 
 def _holds_in_order(rest: str | None, messages: list[Plain]) -> bool:
-    """Whether every new message stands in the rest, in the order in which they came."""
+    """Return whether every new message occurs in the rest, in order."""
     at = 0
     for message in messages:
         at = rest.find(message["content"], at) if rest is not None else -1

@@ -1,8 +1,8 @@
-"""Which renderer of the `renderers` package speaks this tokenizer's chat format, token for token.
+"""Detection of the `renderers` family that writes a tokenizer's chat format token for token.
 
-`renderers` knows models by their exact names. Here a family is found by what it writes: it must
-reproduce the tokenizer's own chat template on a handful of conversations. Fine-tunes and renamed
-models are found, look-alikes with another template are not.
+`renderers` identifies models by their exact names. Here a family is identified by its output: it
+must reproduce the tokenizer's own chat template on a handful of conversations. This finds fine-
+tunes and renamed models, and rejects look-alikes with another template.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ PROBES: tuple[tuple[list[Plain], list[Plain] | None, bool], ...] = (
     ([_USER, _CALL, _RESULT], [TOOL], True),
     ([_USER, _CALL, _RESULT, _REPLY, _MORE], [TOOL], True),
 )
-"""Conversations (messages, tools, add_generation_prompt) that tell families apart."""
+"""Conversations (messages, tools, add_generation_prompt) that distinguish families."""
 
 
 def find_family(template: Template, hint: str = "") -> str | None:
-    """The name of the family that writes what the template writes, or None.
+    """Return the name of the family that writes the same as the template, or None.
 
     A family that contains `hint` (a model type such as "qwen3") is tried first.
     """
@@ -83,7 +83,7 @@ def find_family(template: Template, hint: str = "") -> str | None:
 def make_family(
     tokenizer: Any, name: str, kwargs: Mapping[str, Any], *, keep_thinking: bool
 ) -> Any:
-    """The renderer of the named family, with those template variables that it knows.
+    """Create the renderer of the named family, with the template variables it supports.
 
     Raises BadRequest for a name that `renderers` does not have.
     """
@@ -102,11 +102,11 @@ def make_family(
 
 
 def plain_family(template: Template) -> Any:
-    """The renderer for a template that no family writes: it parses, and bridges nothing."""
+    """Create the renderer for a template without a family: it parses but does not bridge."""
     import renderers
     from renderers import parsers
 
-    from lockstep.render.mistral_calls import MARK, MistralToolParser  # which needs `renderers`
+    from lockstep.render.mistral_calls import MARK, MistralToolParser  # imports `renderers`
 
     source = template.source
     parser: str | None
@@ -116,7 +116,7 @@ def plain_family(template: Template) -> Any:
         parser = "glm"
     elif "<function=" in source:
         parser = "qwen3.5"
-    elif MARK in source and "[ARGS]" not in source:  # with it, calls have another form
+    elif MARK in source and "[ARGS]" not in source:  # with [ARGS], calls have another form
         parser = "mistral"
         parsers.TOOL_PARSERS.setdefault(parser, MistralToolParser)
     else:
@@ -126,7 +126,7 @@ def plain_family(template: Template) -> Any:
 
 
 def config_classes() -> dict[str, Any]:
-    """The families that `renderers` has, each with its typed config."""
+    """Return the families of `renderers`, each with its typed config."""
     try:
         from renderers import configs
     except ImportError as error:
@@ -151,14 +151,14 @@ def _template_ids(
     try:
         return template.ids(messages, tools, add_generation_prompt=add_generation_prompt)
     except BadRequest:
-        return None  # not every template takes tools or a system message
+        return None  # not every template accepts tools or a system message
 
 
 def _attempt(tokenizer: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
     try:
         return make_family(tokenizer, name, kwargs, keep_thinking=False)
     except Exception:
-        # A family refuses a tokenizer that lacks its special tokens, each in a way of its own.
+        # A family rejects a tokenizer without its special tokens, each with another exception.
         log.debug("family %s does not take this tokenizer", name, exc_info=True)
         return None
 
@@ -178,7 +178,7 @@ def _writes(
 
 
 def probe_tails() -> Iterator[tuple[list[Plain], Plain, list[Plain], list[Plain] | None]]:
-    """Turns to check a bridge on: history, reply, new messages, tools."""
+    """Yield turns to verify a bridge on: history, reply, new messages, tools."""
     yield [_USER], _REPLY, [_MORE], None
     yield [_USER, _REPLY, _MORE], _REPLY, [_USER], None
     yield [_USER], _CALL, [_RESULT], [TOOL]

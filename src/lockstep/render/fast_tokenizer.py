@@ -1,7 +1,7 @@
-"""A tokenizer that only makes ids: no offsets, no attribution, nothing that changes while it works.
+"""A tokenizer view that only produces ids: no offsets, no attribution, no mutable state.
 
-`renderers` takes any tokenizer with a few methods. Without character offsets it writes the same
-ids in a third of the time, and the Rust tokenizer underneath may be used by many threads.
+`renderers` accepts any tokenizer with a few methods. Without character offsets it writes the same
+ids in a third of the time, and many threads may use the Rust tokenizer underneath.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from lockstep.render.segment_cache import SegmentCache
 
 SHORT = 48
-"""Role headers, separators and markers are encoded again and again; texts this short are kept."""
+"""Texts up to this length are cached: role headers, separators and markers occur all the time."""
 
 LONG = 4000
-"""Characters from which on a text is worth being looked up by its segments."""
+"""Minimum number of characters for which a lookup by segments pays off."""
 
 
 class FastTokenizer:
@@ -26,7 +26,7 @@ class FastTokenizer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._segments = SegmentCache.of(self._backend) if self._backend is not None else None
         self._short = lru_cache(maxsize=1024)(self._encode)
-        # Families look up the ids of the same few marks with every turn.
+        # Families look up the ids of the same few markers in every turn.
         if hasattr(tokenizer, "convert_tokens_to_ids"):
             self._mark = lru_cache(maxsize=1024)(tokenizer.convert_tokens_to_ids)
             self.convert_tokens_to_ids = self._ids_of_marks
@@ -43,7 +43,7 @@ class FastTokenizer:
             return list(self._own.encode(text, add_special_tokens=False))
         if len(text) > LONG and self._segments is not None:
             return self._segments.encode(text)
-        # The batch form lets other threads run meanwhile, the fast one leaves out offsets.
+        # The batch form releases the interpreter's lock; the fast form omits offsets.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return list(encoded.ids)
 
@@ -53,7 +53,7 @@ class FastTokenizer:
         return self._own.convert_tokens_to_ids(tokens)
 
     def __getattr__(self, name: str) -> Any:
-        # Being callable is how a tokenizer says that it has offsets.
+        # A callable tokenizer would signal that it has offsets.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._own, name)

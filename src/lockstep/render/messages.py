@@ -1,9 +1,9 @@
-"""Messages in canonical form, so that one history written in two ways compares equal.
+"""Canonical form of messages, so that one history written in two ways compares equal.
 
-A message arrives as a dict, a pydantic object of some SDK, or a Struct; with None-valued keys or
-without; with text as a string or as a list of text parts; with tool arguments as JSON text or as a
-dict. `plain` reads all of these into one dict that a chat template can render, `canonical` turns
-that into a value that compares, and `same` compares it the way a conversation does.
+A message arrives as a dict, a pydantic object of some SDK, or a Struct; with or without None-valued
+keys; with text as a string or as a list of text parts; with tool arguments as JSON text or as a
+dict. `plain_messages` reads all of these into dicts that a chat template can render, `canonical`
+converts them to comparable values, and `same` compares these as a conversation requires.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 Plain = dict[str, Any]
-"""A message or a tool as a chat template takes it: a dict without None-valued keys."""
+"""A message or tool in the form a chat template takes: a dict without None-valued keys."""
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -28,7 +28,7 @@ _KNOWN = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", 
 
 
 class ToolCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call as it is compared: its arguments are JSON with sorted keys, or the text as it came."""
+    """Comparable form of a call: arguments are JSON with sorted keys, or the original text."""
 
     name: str
     arguments: str
@@ -36,7 +36,7 @@ class ToolCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """A message as it is compared. `extra` holds the keys nobody here knows, as sorted JSON."""
+    """Comparable form of a message. `extra` contains unknown keys as sorted JSON."""
 
     role: str
     content: str = ""
@@ -47,22 +47,25 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     extra: str = ""
 
 
-def plain_messages(messages: Iterable[Any], known: Sequence[Plain] = ()) -> list[Plain]:
-    """The messages as dicts to render; the first of them are `known`, and not read again.
+def plain_messages(messages: Iterable[Any], read_before: Sequence[Plain] = ()) -> list[Plain]:
+    """Return the messages as dicts to render; `read_before` were read already.
 
     Raises BadRequest that names the message and the field.
     """
-    new = itertools.islice(messages, len(known), None)
-    read = [*known, *(_plain(each, f"messages[{at}]") for at, each in enumerate(new, len(known)))]
+    new = itertools.islice(messages, len(read_before), None)
+    read = [
+        *read_before,
+        *(_plain(message, f"messages[{at}]") for at, message in enumerate(new, len(read_before))),
+    ]
     if not read:
         raise BadRequest("messages is empty, expected at least one message", param="messages")
     return read
 
 
 def plain_tools(tools: Iterable[Any] | None) -> list[Plain] | None:
-    """The tools as dicts to render, None for none at all.
+    """Return the tools as dicts to render; None without tools.
 
-    Schemas are left alone: a null inside `parameters` can be meant.
+    Schemas are not changed: a null inside `parameters` can be intended.
     """
     read: list[Plain] = []
     for at, tool in enumerate(tools or ()):
@@ -74,7 +77,7 @@ def plain_tools(tools: Iterable[Any] | None) -> list[Plain] | None:
 
 
 def canonical(message: Plain) -> Message:
-    """The comparable form of a message that `plain_messages` read."""
+    """Return the comparable form of a message read by `plain_messages`."""
     if message.keys() == _BARE:
         return Message(message["role"], message["content"])
     calls = []
@@ -100,16 +103,15 @@ def canonical(message: Plain) -> Message:
 
 
 def canonical_tools(tools: list[Plain] | None) -> bytes:
-    """The comparable form of the tools; empty for none."""
+    """Return the comparable form of the tools; empty without tools."""
     return _sorted_json(tools).encode() if tools else b""
 
 
 def same(stored: Message, received: Message) -> bool:
-    """Whether `received` is `stored` sent back. What is left out is not edited.
+    """Return whether `received` is `stored` sent back. Omissions are not edits.
 
-    What a client may leave out or add to an assistant turn without having changed it: the
-    reasoning, the ids of tool calls, space around the text, and keys that are no part of the
-    content.
+    A client may omit from or add to an assistant turn, without having changed it: the reasoning,
+    the ids of tool calls, whitespace around the text, and keys that are not part of the content.
     """
     if stored == received:
         return True
@@ -133,7 +135,7 @@ def same(stored: Message, received: Message) -> bool:
 
 
 def starts_with(messages: Sequence[Message], stored: Sequence[Message], at: int = 0) -> bool:
-    """Whether the messages from `at` on begin with the stored ones."""
+    """Return whether the messages from `at` on begin with the stored ones."""
     part = messages[at : at + len(stored)]
     if part == stored:
         return True
@@ -143,17 +145,18 @@ def starts_with(messages: Sequence[Message], stored: Sequence[Message], at: int 
 
 
 def _by_call(messages: Sequence[Message]) -> list[Message]:
-    """The messages with results of parallel calls in the order of their ids: clients send them in
-    the order in which they came in, which need not be the same the next time."""
+    """Return the messages with results of parallel calls sorted by their ids: clients send them in
+    order of arrival, which may change the next time.
+    """
     ordered: list[Message] = []
     for role, group in itertools.groupby(messages, lambda message: message.role):
         run = list(group)
-        ordered += sorted(run, key=lambda one: one.tool_call_id) if role == "tool" else run
+        ordered += sorted(run, key=lambda result: result.tool_call_id) if role == "tool" else run
     return ordered
 
 
 def leading_system(messages: Sequence[Plain]) -> list[Plain]:
-    """The system messages that open a conversation."""
+    """Return the system messages that open a conversation."""
     return list(itertools.takewhile(lambda message: message["role"] == "system", messages))
 
 
@@ -162,7 +165,7 @@ def has_assistant(messages: Sequence[Message]) -> bool:
 
 
 def _plain(message: Any, where: str) -> Plain:
-    # Most messages of a long history are this already, and the whole history comes every turn.
+    # Fast path: most messages of a long history have this form, and the history is sent every turn.
     if type(message) is dict and message.keys() == _BARE and message["role"] in ROLES:
         bare: Plain = message
         if type(bare["content"]) is str:
@@ -176,7 +179,7 @@ def _plain(message: Any, where: str) -> Plain:
             f"{where}.role is {role!r}, expected one of {', '.join(ROLES)}", param=f"{where}.role"
         )
     fields["role"] = role
-    # Servers spell it either way.
+    # Servers use either spelling.
     reasoning = fields.pop("reasoning", None)
     if isinstance(reasoning, str):
         fields.setdefault("reasoning_content", reasoning)
@@ -237,7 +240,7 @@ def _call(call: Any, where: str) -> Plain:
 
 
 def _arguments(arguments: Any) -> Any:
-    """A dict where the arguments are a JSON object, so that both spellings render alike."""
+    """Return arguments that are a JSON object as a dict, so that both spellings render alike."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -248,12 +251,12 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """The value with 5000.0 as 5000: clients in JavaScript know one kind of number only."""
+    """Return the value with 5000.0 as 5000: JavaScript clients have one number type only."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, dict):
-        return {key: _whole_numbers(each) for key, each in value.items()}
-    return [_whole_numbers(each) for each in value] if isinstance(value, list) else value
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 def _sorted_json(value: Any) -> str:

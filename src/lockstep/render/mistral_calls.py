@@ -1,4 +1,4 @@
-"""Tool calls as Mistral's models write them: the mark [TOOL_CALLS], then one JSON list of calls."""
+"""Parser of Mistral's tool calls: the marker [TOOL_CALLS], then one JSON list of calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ _JSON = json.JSONDecoder()
 
 
 class MistralToolParser:
-    """A tool parser as `renderers` wants one: ids in, content ids and attempts at calls out."""
+    """Tool parser in the form that `renderers` expects: ids in, content ids and call attempts
+    out.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._mark = tokenizer.convert_tokens_to_ids(MARK)
         self._pieces = TokenBytesTable(tokenizer)
 
     def extract(self, ids: list[int]) -> tuple[list[int], list[ParsedToolCall]]:
-        """Calls come when their list is closed: until then it is one attempt that is open."""
+        """Return the calls once their list is closed; until then there is one open attempt."""
         if self._mark not in ids:
             return ids, []
         start = ids.index(self._mark)
@@ -32,7 +34,8 @@ class MistralToolParser:
             text = b"".join(pieces).decode()
             elements, end = _read_list(text)
         except (ValueError, RecursionError) as error:
-            # The decoder says where it stopped: at the end more may come, elsewhere it is no JSON.
+            # The decoder reports where it stopped: at the end, more may follow; elsewhere it is not
+            # JSON.
             raw = b"".join(pieces).decode(errors="replace")
             is_open = isinstance(error, json.JSONDecodeError) and (
                 error.pos >= len(raw.rstrip()) or error.msg.startswith("Unterminated string")
@@ -53,8 +56,9 @@ class MistralToolParser:
 
 
 def _read_list(text: str) -> tuple[list[tuple[Any, int]], int]:
-    """The elements of the list that a text begins with, each with where it ends, and the list's
-    end. Raises JSONDecodeError with the position where it is none."""
+    """Return the elements of the list at the start of a text, each with its end, and the list's
+    end. Raises JSONDecodeError with the position of the error.
+    """
     at = _expect(text, 0, "[")
     elements: list[tuple[Any, int]] = []
     while True:
@@ -78,7 +82,7 @@ def _space(text: str, at: int) -> int:
 
 
 def _token_ends(text: str, ends: Sequence[int], pieces: Sequence[bytes]) -> list[int]:
-    """How many tokens have come when each character position is reached."""
+    """Return how many tokens are complete at each character position."""
     sizes = list(accumulate(map(len, pieces)))
     counts = []
     for end in ends:
@@ -91,7 +95,7 @@ def _call(value: Any, raw: str, span: tuple[int, int], seen: set[str]) -> Parsed
     if not isinstance(value, dict):
         status = ToolCallParseStatus.MALFORMED_STRUCTURE
         return ParsedToolCall(raw=raw, token_span=span, status=status)
-    # The model numbers its calls itself; results name the number. A second of the same is no use.
+    # The model numbers its calls itself, and results refer to the number. A duplicate is dropped.
     number = value.get("id")
     if not isinstance(number, str) or not number or number in seen:
         number = None

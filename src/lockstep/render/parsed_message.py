@@ -1,4 +1,4 @@
-"""A parsed completion: content, reasoning and tool calls, with a verdict on every call."""
+"""A parsed completion: content, reasoning and tool calls, with a status for every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.tokens import Finish
 
 
 class CallStatus(StrEnum):
-    """Whether a tool call can be carried out, or what is wrong with it."""
+    """Whether a tool call can be executed, or the reason why not."""
 
     OK = "ok"
     INVALID_JSON = "invalid_json"
@@ -33,14 +33,14 @@ WRONG = {
     CallStatus.UNKNOWN_TOOL: "there is no tool{named}",
 }
 MARKED = 64
-"""How many tokens before a call, and of the prompt, its id stands on."""
+"""Number of tokens before a call, and of the prompt, that its id is derived from."""
 MARKUP = re.compile(r"(?:\s|<[^<>\s]{1,40}>)*")
 """Text between calls that only marks where they begin and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One attempt at a tool call. `raw` is what the model wrote; `span` its tokens [start, end)."""
+    """One attempt at a tool call. `raw` is the model's text, `span` its tokens [start, end)."""
 
     status: CallStatus
     raw: str
@@ -56,7 +56,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """A parsed completion. `reasoning_complete` is None where the format cannot tell."""
+    """A parsed completion. `reasoning_complete` is None if the format cannot tell."""
 
     content: str
     reasoning: str | None = None
@@ -65,18 +65,20 @@ class ParsedMessage:
 
     @property
     def tool_calls(self) -> tuple[Call, ...]:
-        """The calls that can be carried out."""
+        """The calls that can be executed."""
         return tuple(call for call in self.calls if call.ok)
 
     def finish(self, finish: Finish) -> Finish:
-        """`tool_calls` instead of `stop` when a call really parsed; anything else as it was."""
+        """Return `tool_calls` instead of `stop` if a call was parsed; other reasons are
+        unchanged.
+        """
         return "tool_calls" if finish == "stop" and self.tool_calls else finish
 
     @property
     def tool_parse_error(self) -> str | None:
-        """What is wrong with the first call that cannot be carried out; None when all can.
+        """Error of the first call that cannot be executed; None if all can.
 
-        What was written for such a call stands in the content, verbatim.
+        The text of such a call stays in the content, verbatim.
         """
         failed = next((call for call in self.calls if not call.ok), None)
         if failed is None:
@@ -85,7 +87,7 @@ class ParsedMessage:
         return f"{failed.status.value}: {WRONG[failed.status].format(named=named)}"
 
     def message(self) -> Plain:
-        """The assistant message to hand on and to store."""
+        """Return the assistant message to send and to store."""
         message: Plain = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -104,7 +106,7 @@ class ParsedMessage:
 def parse_message(
     parsed: Any, token_ids: Sequence[int], tools: list[Plain] | None, prompt_ids: Sequence[int]
 ) -> ParsedMessage:
-    """The message in what a renderer of `renderers` parsed."""
+    """Build the message from the output of a `renderers` parser."""
     names = {_name_of(tool) for tool in tools or ()}
     calls = []
     for at, attempt in enumerate(parsed.tool_calls or ()):
@@ -131,17 +133,17 @@ def parse_message(
 
 
 def not_offered(call: Call) -> Call:
-    """The call as it counts where no tools are: as text."""
+    """Return the call with the status it has without tools: text."""
     return replace(call, status=CallStatus.UNKNOWN_TOOL)
 
 
 def keep_unparsed(
     message: ParsedMessage, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> ParsedMessage:
-    """The message with everything in its content that is not part of a call that parsed.
+    """Return the message with all text in its content that is not part of a parsed call.
 
-    `token_ids` are the ids that the message was parsed from. Formats' own parsers stop reading
-    content at the first attempt of a call, and would lose what follows it.
+    `token_ids` are the ids the message was parsed from. The parsers of the formats stop reading
+    content at the first attempt of a call and would lose the text after it.
     """
     spans = [call.span for call in message.calls if call.span is not None]
     if len(spans) < len(message.calls):
@@ -162,7 +164,7 @@ def keep_unparsed(
 
 
 def unparsed_message(text: str, prompt_ids: Sequence[int]) -> ParsedMessage:
-    """The message that a parser gave up on: all of it is one call that is no JSON."""
+    """Return the message for a parser failure: all of it is one call that is not JSON."""
     return ParsedMessage(
         "", calls=(Call(CallStatus.INVALID_JSON, text, _call_id(0, (), prompt_ids)),)
     )
@@ -171,7 +173,7 @@ def unparsed_message(text: str, prompt_ids: Sequence[int]) -> ParsedMessage:
 def _judge(
     status: CallStatus, name: str | None, arguments: str | None, names: set[str]
 ) -> CallStatus:
-    """The parser's verdict, made stricter: parsers differ in what they let through."""
+    """Tighten the parser's status: parsers differ in what they accept."""
     if status is not CallStatus.OK:
         return status
     if not isinstance(name, str) or not name:
@@ -195,11 +197,11 @@ def _call_id(
     prompt_ids: Sequence[int],
     span: tuple[int, int] | None = None,
 ) -> str:
-    """An id that is the same each time this turn is parsed, whole or while it streams.
+    """Return an id that is the same each time this turn is parsed, complete or streamed.
 
-    It marks the turn: it stands on the prompt, which differs from turn to turn, and on what was
-    sampled before the call, which differs between attempts at one prompt. A client that leaves the
-    thinking out so still says which of two equal calls it went on with.
+    It is derived from the prompt, which differs from turn to turn, and from the tokens sampled
+    before the call, which differ between attempts at one prompt. It therefore identifies the turn:
+    even a client that omits the thinking says which of two equal calls it continued from.
     """
     start = 0 if span is None else span[0]
     before = (start, list(token_ids[max(0, start - MARKED) : start]))

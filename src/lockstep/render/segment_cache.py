@@ -1,8 +1,8 @@
-"""Encodes long texts piece by piece: text between two marks that is known is not encoded again.
+"""Cache for encoding long texts segment by segment: known text between markers is not re-encoded.
 
-A tokenizer cuts its added tokens out of a text before anything else, and encodes what is between
-them on its own. So a chat of which one message is new costs that message. Where a tokenizer does
-otherwise, there are no segments.
+A tokenizer splits a text at its added tokens first and encodes the parts separately. A chat with
+one new message therefore costs only that message. If a tokenizer works differently, there are no
+segments.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from threading import Lock
 from typing import Any
 
 KEPT = 16 << 20
-"""Characters of text whose ids are kept, the most recently used: some 100 chats of 32k tokens."""
+"""Cached characters of text, least recently used first out: about 100 chats of 32k tokens."""
 PER_SEGMENT = 100
-"""What a segment costs beside its text, for the accounting only."""
+"""Overhead of a segment besides its text, for the accounting only."""
 NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Replace", "Sequence"})
 PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Split", "Sequence"})
-"""Parts that treat every segment alike, wherever it stands in the text."""
+"""Pre-tokenizers that treat every segment alike, wherever it is in the text."""
 
 
 class SegmentCache:
-    """The ids of texts, by segment. Safe to share between threads."""
+    """Ids of texts by segment. Safe to share between threads."""
 
     def __init__(self, backend: Any, marks: dict[str, int]) -> None:
         self._backend = backend
         self._marks = marks
-        # Of two marks that begin alike the longer one counts, as it does for the tokenizer.
+        # If two markers begin alike, the longer one matches, as in the tokenizer.
         longest_first = sorted(marks, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         self._known: OrderedDict[str, array[int]] = OrderedDict()
@@ -38,7 +38,7 @@ class SegmentCache:
 
     @classmethod
     def of(cls, backend: Any) -> SegmentCache | None:
-        """The cache of a tokenizer of the `tokenizers` library; None where a text cannot be cut."""
+        """Create the cache of a `tokenizers` tokenizer; None if its texts cannot be split."""
         added = backend.get_added_tokens_decoder()
         marks = {token.content: at for at, token in added.items() if not token.normalized}
         plain = not any(
@@ -58,15 +58,15 @@ class SegmentCache:
         return cls(backend, marks) if cuts else None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text, without what the tokenizer puts around it."""
+        """Return the ids of the text, without the tokenizer's own prefix and suffix."""
         parts = self._cut.split(text)
-        known = self._look_up(parts[::2])
+        cached = self._look_up(parts[::2])
         ids: list[int] = []
         for at, part in enumerate(parts):
             if at % 2:
                 ids.append(self._marks[part])
             elif part:
-                ids += known[part]
+                ids += cached[part]
         return ids
 
     def _look_up(self, texts: list[str]) -> dict[str, array[int]]:
@@ -80,9 +80,12 @@ class SegmentCache:
                 elif text:
                     missing.append(text)
         if missing:
-            # The batch form lets other threads run meanwhile, the fast one leaves out offsets.
+            # The batch form releases the interpreter's lock; the fast form omits offsets.
             encoded = self._backend.encode_batch_fast(missing, add_special_tokens=False)
-            new = {text: array("i", each.ids) for text, each in zip(missing, encoded, strict=True)}
+            new = {
+                text: array("i", encoding.ids)
+                for text, encoding in zip(missing, encoded, strict=True)
+            }
             self._keep(new)
             known_ids |= new
         return known_ids
@@ -99,7 +102,7 @@ class SegmentCache:
 
 
 def _kinds(part: Any) -> set[str]:
-    """The types of which a normalizer or a pre-tokenizer is made up."""
+    """Return the component types of a normalizer or pre-tokenizer."""
     if part is None:
         return set()
     waiting, kinds = [json.loads(part.__getstate__())], set()

@@ -1,4 +1,4 @@
-"""Cuts what a completion says at the stop string that ended it; its ids stay whole."""
+"""Truncation of a completion's text at the stop string that ended it; its ids stay complete."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ TokenData = Callable[[int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class StopCut:
-    """The ids that lie wholly before the cut, and the text of the token that it goes through."""
+    """The ids entirely before the cut, and the remaining text of the token that it splits."""
 
     ids: list[int]
     text: str
 
 
 def cut_at_stop(ids: Sequence[int], stop: str, data: TokenData, *, include: bool) -> StopCut | None:
-    """Where the text of ids ends whose last one completed `stop`; None if it is not in the text.
+    """Return the cut in the text of ids whose last one completed `stop`; None if not in the text.
 
-    It ends before the stop string, or with `include` behind it.
+    The cut is before the stop string, or with `include` after it.
     """
     pieces = [data(token) for token in ids]
     text, wanted = b"".join(pieces), stop.encode()
@@ -37,7 +37,7 @@ def cut_at_stop(ids: Sequence[int], stop: str, data: TokenData, *, include: bool
 
 
 def with_tail(message: ParsedMessage, before: str, tail: str) -> ParsedMessage:
-    """The message with more text at its end; `before` is the text that it was parsed from."""
+    """Return the message with more text at its end; `before` is the text it was parsed from."""
     if not tail.strip():
         return message
     space = before[len(before.rstrip()) :]
@@ -49,7 +49,7 @@ def with_tail(message: ParsedMessage, before: str, tail: str) -> ParsedMessage:
 
 
 class HeldTokens:
-    """Holds back tokens as long as their text may belong to a stop string."""
+    """Buffer that holds back tokens while their text may belong to a stop string."""
 
     def __init__(self, stops: Sequence[str], data: TokenData) -> None:
         self._stops = [stop.encode() for stop in stops]
@@ -58,7 +58,7 @@ class HeldTokens:
         self._pieces: list[bytes] = []
 
     def feed(self, ids: Sequence[int]) -> list[int]:
-        """The tokens that no stop string can cut any more."""
+        """Return the tokens that no stop string can cut any more."""
         if not self._stops:
             return list(ids)
         self._ids += ids
@@ -75,7 +75,7 @@ class HeldTokens:
         return released
 
     def _start(self, text: bytes) -> int:
-        """Where the first stop string begins, or may begin."""
+        """Return where the first stop string begins, or may begin."""
         start = len(text)
         for stop in self._stops:
             at = text.find(stop)

@@ -1,9 +1,9 @@
-"""Parses a completion while it is being sampled: what was emitted is never taken back.
+"""Incremental parser of a completion: emitted text is never taken back.
 
-The renderer's own parser is the only judge of what a completion says. Between the marks that may
-change its verdict, text flows on as it comes; at a mark the parser runs again, and what is still
-open (half a tag, half a character, a tool call that is being written) is held back. The end is
-`Renderer.parse` of the whole completion, and the emitted parts add up to it.
+The renderer's own parser alone decides what a completion says. Between markers that may change its
+result, text is emitted as it arrives. At a marker the parser runs again, and incomplete text (half
+a tag, half a character, a tool call in progress) is held back. The final result is `Renderer.parse`
+of the whole completion, and the emitted parts concatenate to it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ THINKING = ("<think>", "</think>")
 PROBE = "a , b . c 's d ?"
 STAND_IN = "\ufffd"
 LONGEST_MARK = 40
-"""Characters after which an opened `<` can be no mark of any format."""
+"""Characters after which an opened `<` cannot be a marker of any format."""
 CHANNELLED = frozenset({"gpt-oss", "gemma4", "inkling", "hy3", "deepseek-v4"})
-"""Families whose text between marks may be structure: emitted when the completion is whole."""
+"""Families whose text between markers may be structure: emitted only at the end."""
 BARE_CALLS = frozenset({"llama-3"})
-"""Families whose tool calls are JSON without any mark: text that opens so is held back."""
+"""Families whose tool calls are JSON without a marker: text that starts like JSON is held back."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePart:
-    """What is new since the last part; `calls` are whole."""
+    """New content since the last part; `calls` are complete."""
 
     content: str = ""
     reasoning: str = ""
@@ -49,7 +49,7 @@ NOTHING = MessagePart()
 
 
 class StreamingParser:
-    """One completion, token by token: `feed` as they come, then `finish` once with all of them."""
+    """Parser of one completion: call `feed` with tokens as they arrive, then `finish` once."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class StreamingParser:
         stops: Sequence[str] = (),
         include_stop: bool = False,
     ) -> None:
-        """`stops` are the stop strings of the request: text that may become one is held back."""
+        """Create a parser; text that may become one of the stop strings `stops` is held back."""
         self._stopping = HeldTokens(stops, renderer.pieces.data)
         self._include_stop = include_stop
         self._renderer = renderer
@@ -83,7 +83,7 @@ class StreamingParser:
             self._channel = "reasoning"
 
     def feed(self, token_ids: Sequence[int]) -> MessagePart:
-        """What can be emitted after these tokens."""
+        """Return the content that can be emitted after these tokens."""
         parts = [self._take(token) for token in self._stopping.feed(token_ids)]
         if len(parts) == 1:
             return parts[0]
@@ -96,9 +96,10 @@ class StreamingParser:
     def finish(
         self, token_ids: Sequence[int], stop: str | None = None
     ) -> tuple[ParsedMessage, MessagePart]:
-        """The whole message, and what of it was not emitted yet; `stop` is what ended it.
+        """Return the whole message, and the part not emitted yet; `stop` is the stop string, if
+        any.
 
-        Raises ContractError when what was emitted is no part of it: nothing can be taken back.
+        Raises ContractError if the emitted text is not part of it, because it cannot be taken back.
         """
         parsed = self._renderer.parse(
             token_ids,
@@ -116,7 +117,7 @@ class StreamingParser:
         if self._held:
             return NOTHING
         if token in self._stops:
-            # Parsers read up to here. What follows, if anything does, is for the end to judge.
+            # Parsers read up to here. Anything that follows is decided at the end.
             self._held = True
             return NOTHING
         text = self._decoder.decode(self._renderer.pieces.data(token))
@@ -124,7 +125,7 @@ class StreamingParser:
             self._emitted["content"].append(text)
             return MessagePart(content=text)
         if self._calling:
-            # A call closes with a mark, or with text that ends in a bracket of some kind.
+            # A call closes with a marker, or with text that ends in some bracket.
             closes = token in self._marks or text.rstrip().endswith((">", "]", "}"))
             return self._reparse() if closes else NOTHING
         if token in self._marks:
@@ -146,7 +147,7 @@ class StreamingParser:
         return not any(self._emitted["content"]) and self._flow.lstrip().startswith("{")
 
     def _emit(self, end: int) -> MessagePart:
-        """Emits the flow up to `end`; space at its end waits for what follows."""
+        """Emit the pending text up to `end`; whitespace at its end waits for the following text."""
         start = 0
         if not any(self._emitted[self._channel]):
             start = len(self._flow) - len(self._flow.lstrip())
@@ -160,13 +161,13 @@ class StreamingParser:
         )
 
     def _reparse(self, mark: str = "") -> MessagePart:
-        """Runs the parser on all ids so far; `mark` is the text of a mark just read."""
+        """Run the parser on all ids so far; `mark` is the text of the marker just read."""
         parsed = self._parse()
-        # A mark that the parser took out opens something; what follows may not be meant to be read.
+        # A marker that the parser removed opens something; the text after it may not be content.
         opens = bool(mark) and mark not in THINKING and not _shown(parsed).endswith(mark)
         if parsed.calls or opens or self._calling:
-            # A call in the middle of thinking stops being one if the thinking still ends properly,
-            # and without tools nothing is a call.
+            # A call inside thinking stops being one if the thinking still ends properly, and
+            # without tools nothing is a call.
             self._held = self._channel == "reasoning" or not self._tools
             if self._held:
                 return NOTHING
@@ -182,20 +183,22 @@ class StreamingParser:
         return self._advance(content.strip(), reasoning.strip(), ())
 
     def _settled(self, text: str) -> str:
-        """The channel's text without what may still become something else; that is the flow."""
+        """Return the channel's text without the part that may still change; that part is the
+        flow.
+        """
         written = self._renderer.decode(self._ids)
         if self._decoder.getstate()[0]:
-            # Half a character: the parser shows a stand-in for it.
+            # Half a character: the parser shows a replacement character for it.
             text, written = text.removesuffix(STAND_IN), written.removesuffix(STAND_IN)
         bare = text.rstrip()
         space = text[len(bare) :] or written[len(written.rstrip()) :]
         opened = _opening(bare, max(len(bare) - LONGEST_MARK, 0))
-        kept = bare[:opened].rstrip()
-        self._flow = (bare + space)[len(kept) :] if bare else ""
-        return kept
+        settled = bare[:opened].rstrip()
+        self._flow = (bare + space)[len(settled) :] if bare else ""
+        return settled
 
     def _advance(self, content: str, reasoning: str, calls: tuple[Call, ...]) -> MessagePart:
-        """What is new in a message, which must begin with what was emitted."""
+        """Return what is new in a message, which must begin with the emitted text."""
         fresh: dict[Channel, str] = {}
         whole_of: dict[Channel, str] = {"content": content, "reasoning": reasoning}
         for channel, whole in whole_of.items():
@@ -225,16 +228,16 @@ def _shown(parsed: ParsedMessage) -> str:
 
 
 def _opening(text: str, start: int) -> int:
-    """Where a mark may have been opened that is not closed, from `start` on; else the end."""
+    """Return where a marker may be open, from `start` on; else the end."""
     at = text.find(OPENING, max(start, text.rfind(">") + 1))
     return at if at >= 0 else len(text)
 
 
 @lru_cache(maxsize=32)
 def _holds(renderer: Renderer) -> bool:
-    """Whether text between marks cannot be trusted to be what it looks like.
+    """Return whether text between markers may differ from what it looks like.
 
-    Some tokenizers tidy up the spaces of what they decode, which parsers then read.
+    Some tokenizers clean up spaces when decoding, and parsers then read the cleaned text.
     """
     ids = renderer.encode(PROBE)
     tidies = renderer.tokenizer.decode(ids, skip_special_tokens=False) != renderer.decode(ids)
@@ -243,6 +246,8 @@ def _holds(renderer: Renderer) -> bool:
 
 @lru_cache(maxsize=32)
 def _marks(renderer: Renderer) -> frozenset[int]:
-    """The tokens that are no plain text: each may change what the text around it is."""
+    """Return the tokens that are not plain text: each may change the meaning of the text around
+    it.
+    """
     added = getattr(renderer.tokenizer, "added_tokens_decoder", {})
     return frozenset(int(token) for token in added)

@@ -1,4 +1,4 @@
-"""The tokenizer's own chat template: the one source of what a whole conversation looks like."""
+"""The tokenizer's own chat template, which defines the text of a whole conversation."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest
 
 PINNED = {"date_string": "26 Jul 2024"}
-"""Template variables that would otherwise come from the clock: one history, one prompt, any day."""
+"""Template variables that would otherwise depend on the date: one history, one prompt, any day."""
 
 SHORT_ID = 9
-"""How long a call's id is for a template that wants it so (Mistral's)."""
+"""Length of call ids for templates that require it (Mistral's)."""
 _NAME, _VALUE = "probe_function", "probe_value"
 _STYLES = ((False, False), (False, True), (True, False), (True, True))
-"""How a template wants tool calls: (arguments as text, no content as None), in order of custom."""
+"""Spellings of tool calls: (arguments as text, missing content as None), most common first."""
 
 
 class Template:
-    """Renders messages with the tokenizer's chat template, in the spelling that template needs."""
+    """Renders messages with the tokenizer's chat template, in the spelling the template needs."""
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
@@ -35,10 +35,10 @@ class Template:
     def text(
         self, messages: Sequence[Plain], tools: list[Plain] | None, *, add_generation_prompt: bool
     ) -> str:
-        """The conversation as text.
+        """Return the conversation as text.
 
-        `add_generation_prompt` ends it with the opening of an assistant turn. Raises BadRequest
-        when the template refuses these messages.
+        `add_generation_prompt` ends it with the opening of an assistant turn. Raises BadRequest if
+        the template rejects these messages.
         """
         spelled = [self._spell(message) for message in messages]
         try:
@@ -50,7 +50,7 @@ class Template:
                 **self.kwargs,
             )
         except Exception as error:
-            # A template is a program of its own: whatever it raises means that it refused.
+            # A template is a program of its own: any exception means that it rejected the messages.
             raise BadRequest(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -59,11 +59,11 @@ class Template:
     def ids(
         self, messages: Sequence[Plain], tools: list[Plain] | None, *, add_generation_prompt: bool
     ) -> list[int]:
-        """The conversation as token ids. Raises BadRequest like `text`."""
+        """Return the conversation as token ids. Raises BadRequest like `text`."""
         return self.encode(self.text(messages, tools, add_generation_prompt=add_generation_prompt))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of template text: nothing is added in front or behind.
+        """Return the ids of template text, with nothing added before or after.
 
         Raises BadRequest for text that is not Unicode.
         """
@@ -109,7 +109,7 @@ class Template:
         return spelled
 
     def _find_style(self) -> tuple[bool, bool]:
-        """The first spelling of a tool call that this template writes out in full."""
+        """Return the first spelling of a tool call that this template writes completely."""
         probe = _probe("c" * SHORT_ID)
         for style in _STYLES:
             self._text_arguments, self._none_content = style
@@ -119,11 +119,12 @@ class Template:
                 continue
             if _NAME in text and _VALUE in text:
                 return style
-        # No spelling works: a template without tools. Any will do, it refuses or ignores them.
+        # No spelling works: a template without tools, which rejects or ignores them in any
+        # spelling.
         return _STYLES[0]
 
     def _wants_short_ids(self) -> bool:
-        """Whether it takes tool calls, and refuses them with an id as servers make it."""
+        """Return whether it accepts tool calls but rejects ids in the usual form of servers."""
         return self.accepts(_probe("c" * SHORT_ID), None) and not self.accepts(
             _probe("call_0123456789abcdef"), None
         )
@@ -153,7 +154,7 @@ def _with_short_ids(message: Plain) -> Plain:
 
 
 def _short_id(call_id: str) -> str:
-    """The id itself where it fits, else one made from it: call and result still name the same."""
+    """Return the id if it fits, else one derived from it, so that call and result still match."""
     if len(call_id) == SHORT_ID and call_id.isascii() and call_id.isalnum():
         return call_id
     return blake2b(call_id.encode(), digest_size=8).hexdigest()[:SHORT_ID]

@@ -1,6 +1,6 @@
-"""A thought before what a grammar demands: models that think do so first, and then keep to it.
+"""Thinking before constrained text: reasoning models think first, then follow the grammar.
 
-The thought is part of the grammar, so that whoever rebuilds its mask rebuilds the same one.
+The thinking is part of the grammar, so that a scorer that rebuilds the mask gets the same one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from lockstep.tokens.grammar import THOUGHT_END, Grammar
 
 OPENING = "<think>"
 SPACE = r"[ \n\t]{0,20}"
-"""What may stand between a thought and the rest."""
+"""Whitespace allowed between the thinking and the rest."""
 TAIL = 8
-"""The last ids of a prompt, which hold the end of a closed thought and the space behind it."""
+"""Number of last ids of a prompt that contain the end of closed thinking and the space after it."""
 Json = dict[str, Any]
 
 
 def with_thought(renderer: Renderer, prompt_ids: Sequence[int], grammar: Grammar) -> Grammar:
-    """The grammar behind a thought of any length, where the prompt leaves room for one.
+    """Return the grammar preceded by thinking of any length, if the prompt allows thinking.
 
-    A thought that the prompt opened must end first, one that it did not open may be left out.
-    The same grammar comes back where the chat template knows no thoughts, where the prompt has
-    closed it, and for what speaks of the whole turn: Lark, free text with tags, tags that hold a
-    thought already. Raises BadRequest for a schema that is no JSON.
+    Thinking that the prompt opened must end first; thinking that it did not open is optional. The
+    grammar is returned unchanged if the chat template has no thinking, if the prompt has closed it,
+    and if it describes the whole turn: Lark, free text with tags, tags that already contain
+    thinking. Raises BadRequest for a schema that is not JSON.
     """
     form = _whole_format(grammar) if _knows_thoughts(renderer) else None
     if form is None or _closed(renderer, prompt_ids):
@@ -47,15 +47,15 @@ def with_thought(renderer: Renderer, prompt_ids: Sequence[int], grammar: Grammar
 
 
 def tagged(form: Json) -> Grammar:
-    """The grammar of a structural tag with this format."""
+    """Return the grammar of a structural tag with this format."""
     tag = {"type": "structural_tag", "format": form}
     return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False))
 
 
 def format_of(grammar: Grammar) -> Json | None:
-    """A grammar as a format of structural tags; None for one that has none.
+    """Return a grammar as a format of structural tags; None if it has none.
 
-    Raises BadRequest for a schema that is no JSON.
+    Raises BadRequest for a schema that is not JSON.
     """
     match grammar.kind:
         case "json":
@@ -65,13 +65,13 @@ def format_of(grammar: Grammar) -> Json | None:
         case "regex":
             return {"type": "regex", "pattern": grammar.text}
         case "choice":
-            options = [{"type": "const_string", "value": each} for each in _loaded(grammar)]
+            options = [{"type": "const_string", "value": text} for text in _loaded(grammar)]
             return {"type": "or", "elements": options}
     return None
 
 
 def _whole_format(grammar: Grammar) -> Json | None:
-    """What must follow a thought; None for a grammar that speaks of the whole turn."""
+    """Return the format that must follow thinking; None for a grammar of the whole turn."""
     if grammar.kind != "structural_tag":
         return format_of(grammar)
     tag = _loaded(grammar)
@@ -92,7 +92,7 @@ def _loaded(grammar: Grammar) -> Any:
 
 @lru_cache(maxsize=64)
 def _knows_thoughts(renderer: Renderer) -> bool:
-    """Whether the chat format has thoughts that are written with these marks."""
+    """Return whether the chat format writes thinking with these markers."""
     if renderer.template.source:
         return THOUGHT_END in renderer.template.source
     messages: list[Plain] = [
@@ -112,6 +112,6 @@ def _closed(renderer: Renderer, prompt_ids: Sequence[int]) -> bool:
 
 
 def _opened(renderer: Renderer, prompt_ids: Sequence[int]) -> bool:
-    """Whether the prompt ends within a thought, for those who will read the reply."""
+    """Return whether the prompt ends inside thinking, for parsers of the reply."""
     read = renderer.parse_partial(renderer.encode("x"), None, prompt_ids=prompt_ids)
     return bool(read.reasoning)

@@ -1,7 +1,7 @@
-"""The grammar of tool calls in a model's own format, found in what its chat template writes.
+"""Grammar of tool calls in a model's own format, derived from its chat template.
 
-Two calls are rendered, and what stands around their names and arguments is the format. It is
-written as a structural tag, which vLLM, SGLang and the embedded engine all take.
+Two calls are rendered, and the text around their names and arguments is the format. It is expressed
+as a structural tag, which vLLM, SGLang and the embedded engine all accept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Json = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a model writes calls: `opening` (call (`separator` call)*)? `closing`, where a call is
-    `begin` name `middle` arguments `end`. `separator` is None where it can make only one."""
+    `begin` name `middle` arguments `end`. `separator` is None if it can make only one.
+    """
 
     opening: str
     begin: str
@@ -54,10 +55,10 @@ def tool_grammar(
     parallel: bool,
     content: Grammar | None = None,
 ) -> Grammar | None:
-    """What a turn with these tools must look like; `content`, where nothing more is demanded.
+    """Return the grammar of a turn with these tools; `content` if no call is required.
 
-    `choice` is OpenAI's tool_choice, whose names are checked already. `content` is the grammar of
-    turns that call nothing. Raises UnsupportedField for a format that no grammar was found for.
+    `choice` is OpenAI's tool_choice, with valid names. `content` is the grammar of turns without a
+    call. Raises UnsupportedField for a format without a grammar.
     """
     demanded = choice == "required" or isinstance(choice, dict)
     if not tools or choice == "none" or not (demanded or content is not None or not parallel):
@@ -86,19 +87,19 @@ def tool_grammar(
 
 @lru_cache(maxsize=64)
 def tool_format(renderer: Renderer) -> ToolFormat | None:
-    """How the renderer's model writes tool calls; None where no grammar can be made of it."""
+    """Return how the renderer's model writes tool calls; None if no grammar can express it."""
     single = _turn(renderer, 1)
-    if single is None or (one := _split(single, 1)) is None:
+    if single is None or (parts := _split(single, 1)) is None:
         return None
     several = _turn(renderer, 2)
     two = None if several is None else _split(several, 2)
-    # Templates put an empty thought before what did not think: it is no part of the call.
-    thought = THOUGHT.match(one[0])
-    before = one[0][thought.end() :] if thought else one[0]
+    # Templates put empty thinking before turns without any: it is not part of the call.
+    thought = THOUGHT.match(parts[0])
+    before = parts[0][thought.end() :] if thought else parts[0]
     if two is None:
-        if not before or _has_id(before + one[2]):
+        if not before or _has_id(before + parts[2]):
             return None
-        return ToolFormat("", before, one[1], one[2], None, "")
+        return ToolFormat("", before, parts[1], parts[2], None, "")
     between, tail = two[2], two[3]
     begin = _common(before[::-1], between[::-1])[::-1]
     after = between[: len(between) - len(begin)]
@@ -109,16 +110,16 @@ def tool_format(renderer: Renderer) -> ToolFormat | None:
     return ToolFormat(opening, begin, two[1], end, after[len(end) :], tail[len(end) :])
 
 
-def _common(one: str, other: str) -> str:
-    """What both begin with."""
+def _common(first: str, other: str) -> str:
+    """Return the common prefix."""
     at = 0
-    while at < min(len(one), len(other)) and one[at] == other[at]:
+    while at < min(len(first), len(other)) and first[at] == other[at]:
         at += 1
-    return one[:at]
+    return first[:at]
 
 
 def _has_id(text: str) -> bool:
-    """Whether the text holds the id of a call, which a model would have to make up."""
+    """Return whether the text contains the id of a call, which a model would have to invent."""
     return _id(0)[:-1] in text
 
 
@@ -127,7 +128,7 @@ def _id(at: int) -> str:
 
 
 def _turn(renderer: Renderer, count: int) -> str | None:
-    """What the template writes of an assistant's turn with some calls, up to its end."""
+    """Return the template's text of an assistant turn with some calls, up to its end."""
     user: Plain = {"role": "user", "content": "Hi"}
     calls = [
         {"id": _id(at), "type": "function",
@@ -149,7 +150,7 @@ def _turn(renderer: Renderer, count: int) -> str | None:
 
 
 def _split(turn: str, count: int) -> list[str] | None:
-    """What stands before, within, between and behind the calls; None for another form."""
+    """Return the text before, within, between and after the calls; None for another form."""
     parts: list[str] = []
     at = 0
     for arguments in ARGUMENTS[:count]:
@@ -163,7 +164,7 @@ def _split(turn: str, count: int) -> list[str] | None:
 
 
 def _calls(form: ToolFormat, tools: Sequence[Json], single: bool) -> Json:
-    """One call, or several."""
+    """Return the format of one call or several."""
     if single:
         tags = [_tag(form, tool, form.opening, form.closing) for tool in tools]
         return {"type": "tags_with_separator", "tags": tags, "separator": "",
@@ -182,7 +183,7 @@ def _at_most_one(form: ToolFormat, tools: Sequence[Json]) -> Json:
     opening = form.opening + form.begin
     return {
         "type": "triggered_tags",
-        # Up to the end of its line: what follows there is part of the call.
+        # Up to the end of its line: the text after that belongs to the call.
         "triggers": [opening.partition("\n")[0] or opening],
         "tags": [_tag(form, tool, form.opening, form.closing) for tool in tools],
         "at_least_one": False,
@@ -202,7 +203,7 @@ def _tag(form: ToolFormat, tool: Json, opening: str = "", closing: str = "") -> 
 
 
 def _format_of(content: Grammar) -> Json:
-    """The format of turns that call nothing. Raises UnsupportedField for one that has none."""
+    """Return the format of turns without a call. Raises UnsupportedField if it has none."""
     if (form := format_of(content)) is not None:
         return form
     raise UnsupportedField(
@@ -217,5 +218,5 @@ def _text(value: str) -> Json:
 
 
 def _sequence(*elements: Json) -> Json:
-    kept = [each for each in elements if each.get("value") != ""]
-    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+    parts = [element for element in elements if element.get("value") != ""]
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
