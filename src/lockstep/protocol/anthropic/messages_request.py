@@ -1,7 +1,7 @@
 """Anthropic's messages dialect, POST /v1/messages: requests and their strict decoding.
 
-Fields that change nothing here are accepted by name (`ACCEPTED`) and listed in the response's
-header; anything else that is not known is refused.
+Fields without an effect here are accepted by name (`ACCEPTED`) and listed in a response header; any
+other unknown field is rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACCEPTED: Mapping[str, str] = {
     "thinking.budget_tokens": "Claude Code 2.1.325, opencode 1.18.33, Qwen Code 0.24.4",
     "thinking.display": "Claude Code 2.1.325",
 }
-"""Fields that are accepted and change nothing, with the clients that send them."""
+"""Fields accepted without effect, with the clients that send them."""
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -52,7 +52,7 @@ class ToolUseBlock(_Block, tag="tool_use"):
 
 
 class ToolReferenceBlock(_Block, tag="tool_reference"):
-    """A tool that a search found: its definition is in the request's tools."""
+    """A tool that a tool search returned: its definition is in the request's tools."""
 
     tool_name: str
 
@@ -95,7 +95,7 @@ class InputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tool that the client runs; with `defer_loading` not shown until it is referred to."""
+    """A tool that the client runs; with `defer_loading` it is hidden until a reference to it."""
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -126,7 +126,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The request body. `max_tokens` may be left out only where tokens are counted."""
+    """The request body. `max_tokens` is optional only for counting tokens."""
 
     model: str
     messages: list[InputMessage]
@@ -147,7 +147,7 @@ class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: Any = None
 
     def accepted(self) -> list[str]:
-        """The fields of this request that are accepted and change nothing."""
+        """The fields of this request that are accepted without effect."""
         nested = (
             ("output_config.effort", self.output_config and self.output_config.effort),
             ("thinking.budget_tokens", self.thinking and self.thinking.budget_tokens),
@@ -161,7 +161,7 @@ DECODER = msgspec.json.Decoder(MessagesRequest)
 
 
 def decode_messages(body: bytes) -> MessagesRequest:
-    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    """Decode the request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request = decode_count(body)
     if request.max_tokens is None:
         raise BadRequest("max_tokens: Field required", param="max_tokens")
@@ -175,7 +175,7 @@ def decode_messages(body: bytes) -> MessagesRequest:
 
 
 def decode_count(body: bytes) -> MessagesRequest:
-    """A request whose tokens are counted only. Raises BadRequest, and the like."""
+    """Decode a request to count tokens. Raises as `decode_messages` does."""
     request = decode(DECODER, body)
     if not request.messages:
         raise BadRequest("messages: at least one message is required", param="messages")

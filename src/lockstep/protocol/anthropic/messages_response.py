@@ -27,7 +27,7 @@ ERROR_TYPES = {
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):
-    """Tokens of a request; nothing is billed, so nothing counts as cached."""
+    """Token counts of a request; nothing is billed, so nothing counts as cached."""
 
     input_tokens: int
     output_tokens: int
@@ -36,7 +36,7 @@ class MessagesUsage(msgspec.Struct, kw_only=True):
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
-    """The whole response, and, without content, what opens a stream."""
+    """The whole response, or, without content, the opening of a stream."""
 
     id: str
     model: str
@@ -49,7 +49,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 
 class TokenCount(msgspec.Struct, kw_only=True):
-    """The tokens of a prompt."""
+    """Number of tokens of a prompt."""
 
     input_tokens: int
 
@@ -67,13 +67,13 @@ def tool_use_block(call_id: str, name: str, arguments: Any) -> Fields:
 
 
 def event(name: str, **fields: Any) -> bytes:
-    """One named event; its data repeats the name as `type`."""
+    """Return one named event; its data repeats the name as `type`."""
     data = msgspec.json.encode({"type": name, **fields})
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
 def error_of(error: LockstepError, request_id: str | None) -> Fields:
-    """An error in Anthropic's shape, with our own code as `reason`."""
+    """Return an error in Anthropic's shape, with our own code as `reason`."""
     kind = ERROR_TYPES.get(error.status, "api_error")
     return {
         "type": "error",

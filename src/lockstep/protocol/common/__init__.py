@@ -1,1 +1,1 @@
-"""What all dialects share: strict decoding, errors, logprob entries, routed experts."""
+"""Parts shared by all dialects: errors, logprob entries, routed experts, sampling fields."""

@@ -1,4 +1,4 @@
-"""Errors that servers state, in the shape of any dialect, as the typed errors of Lockstep."""
+"""Conversion of server errors in any dialect to Lockstep's typed errors."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ TITLE = re.compile("<title>([^<]{1,80})", re.IGNORECASE)
 SHOWN = 500
 DYNAMO_ERROR = {"message", "type", "code"}
 NO_ERROR = msgspec.Raw()
-"""What the `error` field of a response holds when there is none."""
+"""Value of the `error` field of a response without an error."""
 
 
 def error_of(status: int, body: bytes | bytearray) -> LockstepError:
-    """The typed error for an HTTP response with `status`; keeps the server's own message.
+    """Return the typed error for an HTTP response with `status`, with the server's own message.
 
-    What a Lockstep server wrote (`error_body`) comes back as the class it was there, with its
+    An error written by a Lockstep server (`error_body`) becomes the same class with the same
     fields.
     """
     whole = _object(body)
@@ -60,8 +60,9 @@ def error_of(status: int, body: bytes | bytearray) -> LockstepError:
 
 
 def _is_frontends_own(whole: Mapping[str, Any]) -> bool:
-    """Whether a Dynamo frontend failed by itself, as it does when a link to its workers broke: of
-    an engine that failed it says so."""
+    """Return whether a Dynamo frontend itself failed, for example because the link to its workers
+    broke; it words errors of an engine differently.
+    """
     if whole.get("code") != 500 or not DYNAMO_ERROR <= whole.keys() <= DYNAMO_ERROR | {"details"}:
         return False
     details = whole.get("details")
@@ -71,13 +72,13 @@ def _is_frontends_own(whole: Mapping[str, Any]) -> bool:
 def stated_error(
     fields: Mapping[str, Any], message: str, operation: object = None
 ) -> LockstepError | None:
-    """The error whose code `reason` names, with the fields it has; None when it names none."""
+    """Return the error whose code is `reason`, with its fields; None for an unknown code."""
     kind = errors.BY_CODE.get(str(fields.get("reason")))
     if kind is None:
         return None
     own = {name: text for name in kind.fields if (text := _text(fields, name)) is not None}
     if len(own) < len(kind.fields):
-        return None  # not all of it was written: its status has to do
+        return None  # incomplete fields: use the status instead
     after = fields.get("retry_after")
     return kind(
         message,
@@ -92,7 +93,7 @@ def _operation(record: object) -> Operation | None:
     try:
         return None if record is None else msgspec.convert(record, Operation)
     except msgspec.ValidationError:
-        return None  # of another release; the error itself is still the right one
+        return None  # of another release; the error itself is still correct
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str | None:
@@ -101,7 +102,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
 
 
 def raise_stated(error: msgspec.Raw) -> None:
-    """Raises the error that a response or event with HTTP status 200 states, if it states one."""
+    """Raise the error stated in a response or event with HTTP status 200, if there is one."""
     body = bytes(error)
     if body in (b"", b"null"):
         return
@@ -131,7 +132,9 @@ def _object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _fields(whole: dict[str, Any]) -> dict[str, Any]:
-    """The fields of {"error": {...}} (vLLM, SGLang, Lockstep) or of the flat form (Dynamo)."""
+    """Return the fields of {"error": {...}} (vLLM, SGLang, Lockstep) or of the flat form
+    (Dynamo).
+    """
     inner = whole.get("error")
     return inner if isinstance(inner, dict) else whole
 

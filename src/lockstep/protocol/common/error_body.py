@@ -1,4 +1,4 @@
-"""Errors on the wire, in the shape that OpenAI's and vLLM's clients read."""
+"""Error bodies in the shape that OpenAI's and vLLM's clients read."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ CODES = {
     "unauthorized": "invalid_api_key",
     "busy": "rate_limit_exceeded",
 }
-"""OpenAI's codes that clients match, by our reason; every other error has its status as the code,
-as vLLM's have."""
+"""OpenAI's codes that clients match, by our reason; all other errors have their status as code, as
+in vLLM.
+"""
 
 
 MESSAGE, PARAM = 4096, 256
-"""Most characters of a message and of a field's name: both may quote what the client sent."""
+"""Maximum length of a message and of a field name: both may quote the client's input."""
 
 
 def error_fields(error: LockstepError, request_id: str | None = None) -> dict[str, object]:
-    """The body {"error": {...}}: vLLM's four fields, and Lockstep's stable code as `reason`.
+    """Return the body {"error": {...}}: vLLM's four fields, and our stable code as `reason`.
 
-    `code` is OpenAI's where clients look for it (`CODES`), else the status.
-
-    What else the error carries stands beside them, where there is any: `retry_after` and the
-    fields of its class; the record of a failed operation stands beside `error`.
+    `code` is OpenAI's where clients match it (`CODES`), else the status. `retry_after` and the
+    fields of the error's class are added if set; the record of a failed operation is beside
+    `error`.
     """
     more: dict[str, object] = {name: getattr(error, name) for name in error.fields}
     if error.retry_after is not None:
@@ -64,7 +64,7 @@ def error_body(
     request_id: str | None = None,
     more: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """The body {"error": {...}} from its parts; `more` are fields beside the usual ones."""
+    """Return the body {"error": {...}} from its parts; `more` are additional fields."""
     return {
         "error": {
             "message": _short(message, MESSAGE),

@@ -1,4 +1,4 @@
-"""Model cards, the entries of GET /v1/models: read from any server, and written by our own."""
+"""Model cards, the entries of GET /v1/models: read from any server, written by our own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.tokens.numerics import NumericsPlan
 class ModelCard:
     """A served model, or an adapter whose `parent` is its base model.
 
-    Where the server tells: `numerics` is how its workers compute, `logprob_mode` which logprobs a
-    request gets that does not choose. `root` is where it was loaded from.
+    If the server reports them: `numerics` describes the arithmetic of its workers, `logprob_mode`
+    is the default mode of logprobs. `root` is where the model was loaded from.
     """
 
     id: str
@@ -41,7 +41,7 @@ class ModelList(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _ListedCard(ModelCard):
-    """A card as servers write it: some have another name for its length."""
+    """A card as servers write it: some use another name for its length."""
 
     context_window: int | None = None
 
@@ -55,9 +55,9 @@ FIELDS = tuple(ModelCard.__dataclass_fields__)
 
 
 def decode_models(body: bytes | bytearray) -> list[ModelCard]:
-    """The cards of GET /v1/models. An adapter without a length of its own has its parent's.
+    """Decode the cards of GET /v1/models. An adapter without a length has its parent's.
 
-    Raises ContractError when the body holds no list of cards.
+    Raises ContractError if the body has no list of cards.
     """
     cards = decode_response(DECODER, body).data
     if cards is None:

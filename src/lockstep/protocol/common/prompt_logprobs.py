@@ -1,4 +1,4 @@
-"""vLLM's `prompt_logprobs`, which every dialect uses: logprobs by token id at each place."""
+"""vLLM's `prompt_logprobs`, which every dialect uses: logprobs by token id per position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.tokens.errors import BadLogprob, Misaligned
 
 
 class PromptEntry(msgspec.Struct, gc=False):
-    """The logprob of one token at one place of the prompt."""
+    """Logprob of one token at one position of the prompt."""
 
     logprob: float | None = None
     rank: int | None = None
@@ -26,11 +26,11 @@ PromptField = list[dict[str, PromptEntry] | None]
 def decode_prompt_logprobs(
     prompt_ids: Sequence[int], field: PromptField, *, top: int = 0, allow_nonfinite: bool = False
 ) -> list[PromptLogprob | None]:
-    """One entry per prompt token, None at the first, which nothing precedes.
+    """Return one entry per prompt token, None for the first, which has no predecessor.
 
-    `top` alternatives are kept, the most likely first. Raises Misaligned when there is not one
-    entry per token, and BadLogprob with the position where the token's own entry is missing or no
-    finite number; with `allow_nonfinite` null is -inf, of a token that could not have been drawn.
+    Keep `top` alternatives, the most likely first. Raises Misaligned unless there is one entry per
+    token, and BadLogprob with the position if the token's own entry is missing or not finite; with
+    `allow_nonfinite` null is -inf, for a token that could not have been drawn.
     """
     if len(field) != len(prompt_ids):
         raise Misaligned(f"{len(prompt_ids)} prompt ids but {len(field)} prompt logprobs")
@@ -56,9 +56,9 @@ def encode_prompt_logprobs(
     prompt: Sequence[PromptLogprob | None] | None,
     text_of: Callable[[int], str | None] | None = None,
 ) -> PromptField | None:
-    """The field for these logprobs: at each place the token itself, then the alternatives.
+    """Return the field for these logprobs: per position the token itself, then the alternatives.
 
-    `text_of` gives the text of a token, where the dialect shows it.
+    `text_of` returns the text of a token, if the dialect shows it.
     """
     if prompt is None:
         return None
@@ -79,9 +79,9 @@ def encode_prompt_logprobs(
 
 
 def most_likely(candidates: Iterable[Ranked], top: int) -> tuple[Ranked, ...]:
-    """The `top` most likely, by rank where ranks are known, else by logprob.
+    """Return the `top` most likely entries, by rank if ranks are known, else by logprob.
 
-    Engines add the token itself to the list whatever its rank: it only stays when it belongs.
+    Engines add the token itself to the list at any rank: keep it only if it belongs there.
     """
     every = list(candidates)
     if all(each.rank is not None for each in every):

@@ -1,4 +1,4 @@
-"""One request to an engine, whatever its dialect; checked when made, before it is sent."""
+"""One request to an engine in any dialect, validated on construction."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from lockstep.tokens.versions import check_label
 
 MAX_SALT = 1024
 MOST_IDS = 1 << 31
-"""No vocabulary is as large; which ids exist is the engine's to say."""
+"""Upper bound of ids: no vocabulary is as large. The engine decides which ids exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Token ids in, with how to sample. Raises BadTokenId or BadRequest that names the field.
+    """Token ids and sampling options. Raises BadTokenId or BadRequest that names the field.
 
-    `priority` has vLLM's sign everywhere: lower is sooner; each dialect turns it into its own.
+    `priority` has vLLM's sign everywhere: lower is sooner; each dialect converts it.
     `experts_start` requests routed experts from that position on; None requests none.
-    `experts_skipped` requests none either: where a server returns them by itself, it leaves out
-    the rows before that position.
-    `weight_version` demands one version, `min_weight_version` a floor.
+    `experts_skipped` requests none either: if a server returns them anyway, it omits the rows
+    before that position. `weight_version` requires one version, `min_weight_version` a minimum.
     `nvext` is merged into Dynamo's extension, `features` carries vLLM's multimodal payload.
-    `timeout` is in seconds over the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs
-    on the completion, instead of refusing the response.
+    `timeout` is in seconds for the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs in
+    the completion instead of rejecting the response.
     """
 
     prompt_ids: Sequence[int]
@@ -76,13 +75,13 @@ class GenerateRequest:
 
     @property
     def first_experts_row(self) -> int | None:
-        """The position of the first row of routed experts, if any come."""
+        """Position of the first row of routed experts, if any are returned."""
         return self.experts_skipped if self.experts_start is None else self.experts_start
 
     def alone(self, index: int) -> GenerateRequest:
-        """This request for choice `index` only, for servers that give one choice per request.
+        """Return this request for choice `index` only, for servers with one choice per request.
 
-        Seeds differ per choice, as vLLM's do, or all n choices would be the same.
+        Seeds differ per choice, as in vLLM; otherwise all n choices would be equal.
         """
         if self.sampling.n == 1:
             return self
@@ -95,9 +94,9 @@ class GenerateRequest:
 
 
 def check_prompt(ids: Sequence[int]) -> None:
-    """Raises BadTokenId that names the first id that is no plain non-negative integer."""
+    """Raise BadTokenId for the first id that is not a non-negative integer."""
     if isinstance(ids, LazyIds):
-        return  # that is what they are
+        return  # checked already
     if not isinstance(ids, list):
         raise BadTokenId(
             f"prompt_ids is a {type(ids).__name__}: expected a list of token ids",
@@ -117,7 +116,9 @@ def check_prompt(ids: Sequence[int]) -> None:
 
 
 def _only_digits(ids: list[int]) -> bool:
-    """Whether the ids are plain integers; their JSON shows it cheaper than a look at each."""
+    """Return whether the ids are plain integers; scanning their JSON is cheaper than testing
+    each.
+    """
     try:
         return not msgspec.json.encode(ids)[1:-1].translate(None, b"0123456789,")
     except (TypeError, OverflowError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""The id that a client gives a request: short and printable, as it goes into headers and logs."""
+"""Request ids from clients: short and printable, because they appear in headers and logs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def is_request_id(name: str) -> bool:
-    """Whether a text can be the id of a request."""
+    """Return whether a text can be a request id."""
     return REQUEST_ID.fullmatch(name) is not None
 
 
 def check_request_id(name: str | None, param: str = "request_id") -> None:
-    """Raises BadRequest for what cannot be the id of a request; None is no id, and passes."""
+    """Raise BadRequest for an invalid request id; None passes."""
     if name is not None and not is_request_id(name):
         shown = name if len(name) <= 80 else f"{name[:77]}..."
         raise BadRequest(

@@ -1,4 +1,4 @@
-"""Routed experts as responses carry them: every form becomes one value, decoded when it is used."""
+"""Routed experts in responses: every form becomes one value, decoded on use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NPY_HEADER_LIMIT = 64 * 1024
 
 
 class ExpertsObject(msgspec.Struct, gc=False):
-    """The object form {data, shape, dtype, start}, of Dynamo, prime-rl's server and Lockstep."""
+    """The object form {data, shape, dtype, start} of Dynamo, prime-rl's server and Lockstep."""
 
     data: str
     shape: list[int]
@@ -31,10 +31,10 @@ ExpertsField = ExpertsObject | str | None
 
 
 class EncodedExperts(RoutedExperts):
-    """Routed experts whose bytes are still base64, exactly as they came; `data` decodes them once.
+    """Routed experts whose bytes are still base64, as received; `data` decodes them once.
 
-    `skip` counts decoded bytes before the first row (an .npy header, or rows that were trimmed).
-    The size is checked when made; characters that are no base64 raise BadExperts at first use.
+    `skip` counts decoded bytes before the first row (an .npy header, or trimmed rows). The size is
+    checked on construction; invalid base64 raises BadExperts on first use.
     """
 
     __slots__ = ("_raw", "_skip", "_text")
@@ -65,7 +65,7 @@ class EncodedExperts(RoutedExperts):
         if self._raw is None:
             raw = memoryview(decode_base64(self._text.whole() if self._text else b""))[self._skip :]
             object.__setattr__(self, "_raw", raw)
-            object.__setattr__(self, "_text", None)  # lets go of the response's body
+            object.__setattr__(self, "_text", None)  # releases the response's body
         return self._raw or b""
 
     def from_row(self, start: int) -> RoutedExperts:
@@ -96,10 +96,10 @@ class EncodedExperts(RoutedExperts):
 def read_experts(
     field: ExpertsField, extracted: ExtractedBody, *, total: int, first_row: int | None
 ) -> RoutedExperts | None:
-    """The experts of a sequence of `total` tokens, from `first_row` on (None: all rows).
+    """Return the experts of a sequence of `total` tokens, from `first_row` on (None: all rows).
 
-    Raises BadExperts when they were requested and did not come, when rows are missing or too many,
-    or when shape, dtype and size do not fit together.
+    Raises BadExperts if they were requested and are missing, if there are too few or too many rows,
+    or if shape, dtype and size do not match.
     """
     if field is None:
         if first_row is not None:
@@ -117,7 +117,7 @@ def read_experts(
 
 
 def from_npy(text: Base64Text, *, total: int, first_row: int | None) -> RoutedExperts:
-    """vLLM's base64 of an .npy file. It does not say where it starts: the number of rows does."""
+    """Decode vLLM's base64 of an .npy file. Its start follows from the number of rows."""
     head = decode_base64(text.start(4 * ((NPY_HEADER_LIMIT + 12) // 3)), prefix=True)
     if head[:6] != NPY_MAGIC:
         raise BadExperts("routed experts are a string, but not the base64 of an .npy file")
@@ -142,7 +142,7 @@ def from_npy(text: Base64Text, *, total: int, first_row: int | None) -> RoutedEx
 
 
 def trim(experts: RoutedExperts, *, total: int, first_row: int | None) -> RoutedExperts:
-    """Checks the rows, and drops those before `first_row` that the server has not dropped."""
+    """Check the rows, and drop those before `first_row` that the server has not dropped."""
     experts.check_covers(total)
     return (
         experts if first_row is None or first_row == experts.start else experts.from_row(first_row)
@@ -150,21 +150,21 @@ def trim(experts: RoutedExperts, *, total: int, first_row: int | None) -> Routed
 
 
 def three(shape: Any) -> tuple[int, int, int]:
-    """The shape as three sizes. Raises BadExperts for another number of dimensions."""
+    """Return the shape as three sizes. Raises BadExperts for another number of dimensions."""
     if len(shape) != 3:
         raise BadExperts(f"routed experts have shape {tuple(shape)}, expected (rows, layers, k)")
     return int(shape[0]), int(shape[1]), int(shape[2])
 
 
 def decoded_size(text: Base64Text) -> int:
-    """How many bytes the base64 stands for. Raises BadExperts when its length cannot be right."""
+    """Return the number of bytes encoded in base64. Raises BadExperts for an impossible length."""
     if len(text) % 4:
         raise BadExperts(f"routed experts are {len(text)} base64 characters, no multiple of 4")
     return len(text) // 4 * 3 - text.end(2).count(b"=")
 
 
 def decode_base64(text: Buffer, *, prefix: bool = False) -> bytes:
-    """The bytes behind the base64. Raises BadExperts when it has characters that do not belong."""
+    """Decode base64. Raises BadExperts for invalid characters."""
     try:
         return binascii.a2b_base64(text, strict_mode=not prefix)
     except binascii.Error as error:

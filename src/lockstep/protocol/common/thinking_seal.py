@@ -1,8 +1,7 @@
-"""Seals on thinking that leaves the gateway, so that it is known when it comes back.
+"""Signatures of thinking that leaves the gateway, to recognise it when it is sent back.
 
-A seal is a digest of the text in opaque form. It is no secret: it tells thinking that comes back
-unchanged from thinking that was edited or made elsewhere; which turn it is of, the ledger decides
-by the content.
+A seal is an opaque digest of the text, not a secret: it distinguishes unchanged thinking from
+thinking that was edited or made elsewhere. The ledger decides by content which turn it belongs to.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def seal(text: str) -> str:
-    """The seal of a text: only letters, digits, `-` and `_`."""
+    """Return the seal of a text: only letters, digits, `-` and `_`."""
     digest = blake2b(text.strip().encode(errors="surrogatepass"), digest_size=18, person=b"thought")
-    # As base64.urlsafe_b64encode does it, in half the time: each turn brings every seal again.
+    # The same as base64.urlsafe_b64encode in half the time: each turn sends every seal again.
     return PREFIX + b2a_base64(digest.digest(), newline=False).translate(URL_SAFE).decode()
 
 
 def is_broken(text: str, sealed: str) -> bool:
-    """Whether this is a seal of ours on another text; foreign ones say nothing."""
+    """Return whether this is one of our seals for another text; foreign seals return False."""
     return sealed.startswith(PREFIX) and bool(text.strip()) and sealed != seal(text)

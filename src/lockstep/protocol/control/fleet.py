@@ -1,4 +1,4 @@
-"""The request bodies of the control plane, with the names that prime-rl uses."""
+"""Request bodies of the control plane, with prime-rl's names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class EmptyFleetBody(_Body):
 class UpdateWeights(_Body):
     """New weights from a directory; or, with `tensors`, from shared memory or a broadcast group.
 
-    `version` defaults to the directory's name, with a digest where that names other weights.
-    `version_uid` is prime-rl's, for a transport of its own: null here.
+    `version` defaults to the directory's name, plus a digest if that name refers to other weights.
+    `version_uid` belongs to another prime-rl transport: null here.
     """
 
     weight_dir: str | None = None
@@ -51,9 +51,9 @@ class UnloadAdapter(_Body):
 
 
 class InitBroadcaster(_Body):
-    """Where rank 0, the trainer, hosts the group. The fields below the line are prime-rl's.
+    """Address where rank 0, the trainer, hosts the group. The fields below the line are prime-rl's.
 
-    prime-rl counts ranks per server itself; here the fleet gives every worker its own.
+    prime-rl counts ranks per server; here the fleet assigns each worker its own.
     """
 
     host: str
@@ -69,9 +69,9 @@ class InitBroadcaster(_Body):
 
 
 class AddWorker(_Body):
-    """`admin_url` is the worker's system port; by default its admin routes are at `url`.
+    """A worker to add; `admin_url` is its system port, by default its admin routes are at `url`.
 
-    `logprob_mode` is for servers that do not tell how they compute logprobs, such as vLLM.
+    `logprob_mode` is for servers that do not report theirs, such as vLLM.
     """
 
     url: str

@@ -1,4 +1,4 @@
-"""Fencing: a worker obeys the latest generation of its gateway, and refuses those before it."""
+"""Fencing: a worker obeys the latest generation of its gateway and rejects earlier ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from lockstep.tokens.errors import Superseded
 
 
 class Generations:
-    """The highest generation of a gateway that a worker has obeyed; 0 before any."""
+    """The highest gateway generation a worker has obeyed; 0 before any."""
 
     def __init__(self) -> None:
         self.highest = 0
 
     def check(self, generation: int | None) -> None:
-        """Raises Superseded for one below the highest; None is never refused."""
+        """Raise Superseded for a generation below the highest; None is never rejected."""
         if generation is None:
             return
         if generation < self.highest:

@@ -1,4 +1,4 @@
-"""The bodies of the control plane's routes for sessions."""
+"""Bodies of the control plane's session routes."""
 
 from __future__ import annotations
 

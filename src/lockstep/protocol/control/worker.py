@@ -1,6 +1,6 @@
-"""The worker's control dialect, POST /engine/<method>: Dynamo's names, and the weight transaction.
+"""The worker's control dialect, POST /engine/<method>: Dynamo's names and the weight transaction.
 
-Each method has one typed body; unknown fields are refused.
+Each method has one typed body; unknown fields are rejected.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from lockstep.checkpoint.sources import check_one_source
 from lockstep.tokens.errors import BadRequest
 
 ALIGNMENT = 64
-"""Bytes: every tensor in shared memory starts at a multiple of this."""
+"""Alignment of tensors in shared memory, in bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_ELEMENTS = 1 << 36
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that is sent apart from its description."""
+    """Description of a tensor whose data is sent separately."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
     def check(self) -> None:
-        """Raises BadRequest for a dtype or shape that cannot be sent."""
+        """Raise BadRequest for a dtype or shape that cannot be sent."""
         if self.dtype not in DTYPE_BYTES:
             raise BadRequest(
                 f"dtype of {self.name!r} is {self.dtype!r}: expected one of "
@@ -44,19 +44,19 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nbytes(self) -> int:
-        """Its size. Raises BadRequest as `check` does."""
+        """Size in bytes. Raises BadRequest as `check` does."""
         self.check()
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class PlacedTensor(TensorSpec, frozen=True, omit_defaults=True):
-    """A tensor of a `stage` body; `offset` says where it lies in shared memory."""
+    """A tensor of a `stage` body; `offset` is its position in shared memory."""
 
     offset: int = 0
 
 
 def placed(specs: Iterable[TensorSpec]) -> list[PlacedTensor]:
-    """Tensors one after the other, each at the next multiple of the alignment."""
+    """Place tensors one after the other, each at the next multiple of the alignment."""
     tensors, end = [], 0
     for spec in specs:
         start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -66,8 +66,9 @@ def placed(specs: Iterable[TensorSpec]) -> list[PlacedTensor]:
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """`generation` is that of the gateway which sends it: a worker that has obeyed a higher one
-    refuses what changes it. Without it nothing is refused."""
+    """Base of all bodies. `generation` is that of the sending gateway: a worker that has obeyed a
+    higher one rejects changes. Without it nothing is rejected.
+    """
 
     generation: int | None = None
 
@@ -77,10 +78,10 @@ class EmptyBody(_Body):
 
 
 class SequenceNumber(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The number of a pause or resume among those of one caller, counted upwards.
+    """Number of a pause or resume among those of one caller, counted upwards.
 
-    A message that was delayed, and arrives after a later one of its caller, is refused by it: it
-    would undo what the caller decided since.
+    A delayed message that arrives after a later one of its caller is rejected: it would undo what
+    the caller decided since.
     """
 
     caller: str
@@ -94,7 +95,7 @@ class PauseWorker(_Body):
 
 
 class Resume(_Body):
-    """With `proved`, refuses to go on unless the very weights of that `proof` are served."""
+    """Resume; with `proved`, only if exactly the weights of that proof are live."""
 
     proved: str | None = None
     sequence_number: SequenceNumber | None = msgspec.field(name="order", default=None)
@@ -105,19 +106,19 @@ class Abort(_Body):
 
 
 class FromDisk(_Body):
-    """`weight_version` defaults to the directory's name."""
+    """Weights from a directory; `weight_version` defaults to its name."""
 
     model_path: str
     weight_version: str | None = None
 
 
 class Stage(_Body):
-    """Weights to hold ready, from one of: a directory, shared memory, or a broadcast group.
+    """Weights to stage, from one of: a directory, shared memory, or a broadcast group.
 
-    `tensors` describes what the block `shared_name` holds or what rank 0 of `group_name` is about
-    to broadcast, in this order. They must be all tensors of the model unless `partial` is set.
-    `weight_version` defaults to the directory's name, and is needed without one. Raises BadRequest
-    unless exactly one source is named.
+    `tensors` describes the contents of the block `shared_name`, or what rank 0 of `group_name` is
+    about to broadcast, in this order. They must be all tensors of the model unless `partial` is
+    set. `weight_version` defaults to the directory's name and is required without one. Raises
+    BadRequest unless exactly one source is set.
     """
 
     model_path: str | None = None
@@ -158,7 +159,7 @@ class FromGroup(_Body):
 
 
 class LoadLora(_Body):
-    """Version spans name the contents by a hash of them, after `version` where there is one."""
+    """An adapter to load; version spans name its contents by a hash, after `version` if set."""
 
     lora_name: str
     lora_path: str
@@ -171,10 +172,10 @@ class UnloadLora(_Body):
 
 
 class Commit(_Body):
-    """With `weight_version`, refuses to commit anything else than that staged version.
+    """Commit; with `weight_version`, only that staged version.
 
-    With `proved` (the `proof` of a probe of what is staged), refuses to commit anything else than
-    the very weights that probe was scored on: two sets of weights can have one label.
+    With `proved` (the `proof` of a probe of the staged weights), commit only exactly the weights
+    that probe was scored on: two sets of weights can have the same label.
     """
 
     weight_version: str | None = None
@@ -182,16 +183,16 @@ class Commit(_Body):
 
 
 class Rollback(_Body):
-    """With `weights_id` (of liveness_probe), refuses unless the weights are still the same.
+    """Roll back; with `weights_id` (of liveness_probe), only if the weights are still the same.
 
-    So a repetition, or a late copy, of a rollback cannot undo a second step.
+    A repeated or delayed rollback therefore cannot undo a second step.
     """
 
     weights_id: str | None = None
 
 
 class ProbeRequest(_Body):
-    """Scores sequences under the live (or staged) weights, and compares when `logprobs` come along.
+    """Score sequences under the live (or staged) weights, and compare if `logprobs` are sent.
 
     `logprobs[i]` has one entry per token of `token_ids[i]` after the first.
     """
@@ -204,7 +205,9 @@ class ProbeRequest(_Body):
 
 
 class WeightsDigest(_Body):
-    """Asks what was read when the live (or staged) weights were loaded; with `tensors` of each."""
+    """Request the digest of the live (or staged) weights as loaded; with `tensors`, of each
+    tensor.
+    """
 
     staged: bool = False
     tensors: bool = False

@@ -1,8 +1,8 @@
-"""Reads responses in Dynamo's chat dialect: token data in `nvext`, best of all engine_data.
+"""Decoder of Dynamo's chat responses: token data in `nvext`, preferably in engine_data.
 
-The engine's own record in engine_data wins over what the frontend echoes in the chat response. The
-frontend turns an engine's `abort` into `stop`; engine_data.finish_reason, or a stop without any
-of the stop tokens that were requested, gives it away.
+The engine's own record in engine_data takes precedence over the frontend's echo. The frontend
+reports an engine's `abort` as `stop`; engine_data.finish_reason, or a stop without any of the
+requested stop tokens, reveals it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DynamoChoice(msgspec.Struct):
 
 
 class DynamoEngineData(msgspec.Struct):
-    """What the worker itself says; Lockstep's adds finish_reason, versions, mode, temperature."""
+    """The worker's own record; Lockstep's adds finish_reason, versions, mode, temperature."""
 
     completion_token_ids: list[int] | None = None
     completion_logprobs: list[float | None] | None = None
@@ -81,7 +81,7 @@ class DynamoExtension(msgspec.Struct):
 
 
 class DynamoResponse(msgspec.Struct):
-    """Both the whole response and one streamed event."""
+    """The whole response, or one streamed event."""
 
     id: str | None = None
     choices: list[DynamoChoice] = []
@@ -94,16 +94,16 @@ DECODER = msgspec.json.Decoder(DynamoResponse)
 
 
 def decode_dynamo(body: bytes | bytearray | ExtractedBody, reading: Reading) -> Completion:
-    """The completion of a whole response to a request for one choice.
+    """Return the completion of a whole response to a request for one choice.
 
-    Raises a ContractError that names the position wherever the response breaks the token contract.
+    Raises a ContractError with the position where the response violates the token contract.
     """
     extracted = extract_base64(body, most=2)
     return _completion(_decode(extracted), extracted, reading)
 
 
 class DynamoStreamDecoder:
-    """Collects the events of one stream; frontend ids are deltas, engine_data comes at the end."""
+    """Collector of the events of one stream; frontend ids are deltas, engine_data comes last."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
@@ -111,7 +111,7 @@ class DynamoStreamDecoder:
         self._extracted = ExtractedBody(b"", ())
 
     def feed(self, event: bytes | bytearray) -> list[StreamDelta]:
-        """The tokens that this event brought. Raises what the server states as an error."""
+        """Return the tokens of this event. Raises the error that the server states, if any."""
         extracted = extract_base64(event, most=2)
         chunk = _decode(extracted)
         whole, extension = self._whole, self._whole.nvext or DynamoExtension()
@@ -149,7 +149,7 @@ class DynamoStreamDecoder:
         return delta
 
     def finish(self) -> list[Completion]:
-        """The completion. Raises MissingFinish when the stream ended before the choice did."""
+        """Return the completion. Raises MissingFinish if the stream ended before the choice did."""
         if not self._whole.choices or self._whole.choices[0].finish_reason is None:
             raise MissingFinish("the stream ended without a finish reason")
         return [_completion(self._whole, self._extracted, self._reading)]
@@ -180,7 +180,7 @@ def _completion(response: DynamoResponse, extracted: ExtractedBody, reading: Rea
     if mode not in ("raw", "processed"):
         raise ContractError(f"engine_data.logprob_mode is {mode!r}, expected raw or processed")
     prompt = _first(engine.prompt_logprobs, extension.prompt_logprobs, response.prompt_logprobs)
-    if engine.temperature is None:  # only Lockstep's worker says what it applied
+    if engine.temperature is None:  # only Lockstep's worker reports it
         refuse_scoring(request, "this engine behind Dynamo")
     worker = extension.worker_id.decode_worker_id if extension.worker_id else None
     return Completion(
@@ -190,7 +190,7 @@ def _completion(response: DynamoResponse, extracted: ExtractedBody, reading: Rea
         finish=finish,
         versions=spans_of(engine.weight_versions, version, len(ids)),
         logprob_mode=mode,
-        # What Dynamo forwards has 32 bits: the engine knows what it sampled with.
+        # Dynamo forwards 32-bit floats; the engine knows the value it sampled with.
         temperature=_first(engine.temperature, request.sampling.temperature),
         shaping=engine.shaping or request.sampling.shaping(),
         index=reading.index,
@@ -216,25 +216,25 @@ def _logprobs(
     content: list[RankedLogprobEntry | None] | None,
     request: GenerateRequest,
 ) -> list[float]:
-    """The engine's own float64 numbers, else the frontend's float32 echo of them."""
+    """Return the engine's own float64 numbers, else the frontend's float32 echo."""
     values = engine.completion_logprobs
     if values is None:
         return logprobs_of(ids, content, nulls=request.allow_nonfinite)
     if len(values) != len(ids):
         raise Misaligned(f"{len(ids)} token ids but {len(values)} logprobs")
     if content:
-        # The frontend may cut its echo at an EOS; as far as it goes it must name the same ids.
+        # The frontend may cut its echo at an EOS; up to there it must name the same ids.
         check_named(ids[: len(content)], present(content)[: len(ids)])
     return numbers(values, nulls=request.allow_nonfinite)
 
 
 def _doubted(stated: Finish, ids: list[int], request: GenerateRequest) -> Finish:
-    """`stop` only counts with a requested stop token at the end: else it hides an abort."""
+    """Return `abort` for a `stop` without a requested stop token at the end: it hides an abort."""
     stops = request.sampling.stop_token_ids
     hidden = stated == "stop" and stops and (not ids or ids[-1] not in stops)
     return "abort" if hidden else stated
 
 
 def _first(*candidates: Any) -> Any:
-    """The first that is there; an empty list is there."""
+    """Return the first value that is not None; an empty list counts."""
     return next((one for one in candidates if one is not None), None)

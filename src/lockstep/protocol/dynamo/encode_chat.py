@@ -1,4 +1,4 @@
-"""Writes requests in Dynamo's chat dialect: ids in `nvext.token_data`, one placeholder message."""
+"""Encoder of Dynamo's chat requests: ids in `nvext.token_data`, one placeholder message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
 
 PLACEHOLDER = "(token-in mode)"
-"""Dynamo demands a message and ignores its text when token_data is there."""
+"""Text of the message that Dynamo requires and ignores when there is token_data."""
 NVEXT = frozenset(
     {
         "agent_hints",
@@ -52,10 +52,11 @@ EXTRA_FIELDS = (
     "worker_id",
     "timing",
 )
-"""Names that Dynamo 1.6 knows; any other is silently ignored there, so it is refused here."""
+"""Names that Dynamo 1.6 knows; it silently ignores any other, so others are rejected here."""
 EXPERTS_FROM = "lockstep.experts:"
-"""An annotation: a Lockstep engine returns routed experts from the row that it names. The extra
-field `routed_experts` would send them twice. Dynamo's own engines return them when started so."""
+"""Prefix of an annotation: a Lockstep engine returns routed experts from the given row on. The
+extra field `routed_experts` would send them twice. Dynamo's own engines return them if started so.
+"""
 
 
 NAMES: Mapping[str, str | None] = {
@@ -69,24 +70,25 @@ NAMES: Mapping[str, str | None] = {
     "seed": "seed",
     "max_tokens": "max_completion_tokens",
     "min_tokens": "min_tokens",
-    "stop": None,  # refused: the frontend would cut the completion and lose its token data
+    "stop": None,  # rejected: the frontend would cut the completion and lose its token data
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
     "allowed_token_ids": "allowed_token_ids",
     "prompt_logprobs": "prompt_logprobs",
-    "logprobs": None,  # `top_logprobs`, beside a `logprobs` that is only true or false
-    "n": None,  # refused: one choice at a time
-    "logit_bias": None,  # refused: it never reaches the engine
-    "grammar": None,  # refused: it is Dynamo's frontend that would have to know it
-    "score_start": None,  # refused: prompt logprobs are raw
-    "logprob_mode": None,  # refused unless it is the server's
+    "logprobs": None,  # sent as `top_logprobs`; `logprobs` is a boolean there
+    "n": None,  # rejected: one choice at a time
+    "logit_bias": None,  # rejected: it never reaches the engine
+    "grammar": None,  # rejected: Dynamo's frontend would have to support it
+    "score_start": None,  # rejected: prompt logprobs are raw
+    "logprob_mode": None,  # rejected unless it is the server's
 }
-"""Dynamo's name of each option; None for one that is not sent under a name of its own."""
+"""Dynamo's name of each option; None if it is not sent under its own name."""
 ENCODER = msgspec.json.Encoder()
 
 
 def encode_dynamo(request: GenerateRequest, *, mode: LogprobMode, stream: bool = False) -> bytes:
-    """The body for one choice. Nothing is dropped: what Dynamo would not forward is refused.
+    """Return the body for one choice. Nothing is dropped: what Dynamo would not forward is
+    rejected.
 
     Raises UnsupportedField for stop strings, logit_bias, ignore_eos with stop ids, versions and
     other logprob modes, UnknownField for nvext keys Dynamo rejects, NotImplementedError for
@@ -96,7 +98,7 @@ def encode_dynamo(request: GenerateRequest, *, mode: LogprobMode, stream: bool =
     refuse_versions(request, "Dynamo")
     refuse_mode(request, mode)
     if sampling.score_start is not None:
-        # Scores at a temperature are refused when read: only the response says whose they are.
+        # Scores at a temperature are rejected on decoding: only the response identifies the engine.
         refuse_scoring(request, "Dynamo")
     refuse_grammar(request, "Dynamo's chat route")
     refuse_stop_strings(request)
@@ -135,13 +137,13 @@ def encode_dynamo(request: GenerateRequest, *, mode: LogprobMode, stream: bool =
         body["stream"] = True
     if sampling.logprobs:
         body["top_logprobs"] = sampling.logprobs
-        # Without this an alternative is only named by its text, which names no id.
+        # Without this, an alternative is named by its text only, which does not identify an id.
         body["return_tokens_as_token_ids"] = True
     return ENCODER.encode(body)
 
 
 def extension(request: GenerateRequest) -> dict[str, Any]:
-    """The caller's nvext with ours merged in: salt and priority each once, extra_fields united."""
+    """Return the caller's nvext merged with ours: salt and priority once, extra_fields united."""
     nvext: Mapping[str, Any] = request.nvext or {}
     if unknown := sorted(set(nvext) - NVEXT):
         raise UnknownField(
@@ -177,7 +179,7 @@ def extension(request: GenerateRequest) -> dict[str, Any]:
 
 
 def extra_fields(request: GenerateRequest, nvext: Mapping[str, Any]) -> list[str]:
-    """What Dynamo is to return beside the text: our fields, then the caller's.
+    """Return the extra fields Dynamo should return: ours, then the caller's.
 
     Raises UnknownField for a name that Dynamo would ignore.
     """
@@ -195,7 +197,9 @@ def extra_fields(request: GenerateRequest, nvext: Mapping[str, Any]) -> list[str
 
 
 def _same(field: str, theirs: Any, ours: Any) -> Any:
-    """The one value of a field that may come from two places. Raises BadRequest if they differ."""
+    """Return the value of a field that may come from two places. Raises BadRequest if they
+    differ.
+    """
     if theirs is not None and ours is not None and theirs != ours:
         raise BadRequest(
             f"{field} is {theirs!r}, but the request itself says {ours!r}: give it in one place",

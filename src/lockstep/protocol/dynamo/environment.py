@@ -1,4 +1,4 @@
-"""The environment that Dynamo's processes read, and what Lockstep puts there for its user."""
+"""Environment variables of Dynamo's processes, and the defaults that Lockstep sets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RL_PORT = "DYN_RL_PORT"
 LOOPBACK = "127.0.0.1"
 
 DATA_HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
-"""Where requests, responses and events arrive. Unset, Dynamo takes an address of the host."""
+"""Addresses for requests, responses and events. If unset, Dynamo uses an address of the host."""
 
 LOCAL = {REQUEST_PLANE: "tcp", EVENT_PLANE: "zmq", **dict.fromkeys(DATA_HOSTS, LOOPBACK)}
-"""One machine: its processes listen on loopback only."""
+"""Defaults for one machine: its processes listen on loopback only."""
 
 ALWAYS = {
-    # The system port has admin routes and no password: whoever wants it elsewhere must say so.
+    # The system port has admin routes without a password, so any other address must be explicit.
     SYSTEM_HOST: LOOPBACK,
     "HF_HUB_OFFLINE": "1",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
@@ -40,16 +40,16 @@ FRONTEND = {
     "DYN_ENABLE_RL": "true",
     "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1",
 }
-"""A frontend that lists its workers on its RL port, and has the token-in/token-out route."""
+"""A frontend that lists its workers on its RL port and has the token-in/token-out route."""
 
 SCHEMES = {"etcd": "http", "etcds": "https"}
 
 
 def complete(environ: Mapping[str, str], store: Path | None = None) -> dict[str, str]:
-    """`environ` with what is missing; what is set stays.
+    """Return `environ` with defaults for missing variables.
 
-    A deployment that is found in a directory, or in an etcd on loopback by workers that advertise
-    loopback, lives on one machine. Of others, addresses are left to Dynamo. `store` is the
+    A deployment discovered through a directory, or through an etcd on loopback by workers that
+    advertise loopback, is on one machine. For others, Dynamo chooses the addresses. `store` is the
     directory of the `file` discovery, by default Dynamo's.
     """
     merged = {**ALWAYS, **environ}
@@ -69,10 +69,10 @@ def network_environ(
     advertise: str | None,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """The variables for what was given on a command line; `environ` is what they are added to.
+    """Return the variables for command-line options; `environ` is what they are added to.
 
-    Raises BadRequest for a URL that is none, one with a password in it, NATS without an address,
-    an `advertise` that is no address of this host, and anything of this without a discovery.
+    Raises BadRequest for an invalid URL, one that contains a password, NATS without an address, an
+    `advertise` that is not an address of this host, and any of these without a discovery.
     """
     variables: dict[str, str] = {}
     if discovery is not None:
@@ -119,13 +119,13 @@ def network_environ(
 
 
 def endpoints(environ: Mapping[str, str]) -> list[str]:
-    """The URLs of etcd, Dynamo's default where none is set."""
+    """Return the URLs of etcd; Dynamo's default if none is set."""
     listed = environ.get(ETCD) or "http://localhost:2379"
     return [one if "://" in one else f"http://{one}" for one in listed.split(",") if one]
 
 
 def is_loopback(url: str | None) -> bool:
-    """Whether a URL is only good on the host that it was made on."""
+    """Return whether a URL is valid only on the host that it was made on."""
     host = urlsplit(url or "").hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -134,10 +134,10 @@ def is_loopback(url: str | None) -> bool:
 
 
 def check_advertised(environ: Mapping[str, str], *, chosen: bool) -> None:
-    """Raises BadRequest for a worker that other hosts would find under a loopback address.
+    """Raise BadRequest for a worker that other hosts would find under a loopback address.
 
-    `chosen`: the user said so; then everything but etcd may be on one host, and gateways elsewhere
-    refuse it.
+    `chosen`: the user set it; then everything but etcd may be on one host, and gateways elsewhere
+    reject the worker.
     """
     host = environ.get(SYSTEM_HOST, LOOPBACK)
     if chosen or environ.get(DISCOVERY) != "etcd" or not is_loopback(_url(host)):
@@ -157,7 +157,7 @@ def _url(host: str) -> str:
 
 
 def _check_url(url: str, param: str, variables: str) -> None:
-    """Raises BadRequest, without the password that the URL may have."""
+    """Raise BadRequest, without quoting a password in the URL."""
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:
         raise BadRequest(
@@ -174,14 +174,14 @@ def _check_url(url: str, param: str, variables: str) -> None:
 
 
 def _shown(url: str) -> str:
-    """A URL without the user and password in it."""
+    """Return a URL without its user and password."""
     before, at, after = url.rpartition("@")
     scheme = before.partition("://")[0] if "://" in before else ""
     return f"{scheme}://...@{after}" if at else url
 
 
 def _own_address(host: str) -> str:
-    """The address of `host`, which must be one of this machine's. Raises BadRequest."""
+    """Return the address of `host`, which must be one of this machine's. Raises BadRequest."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -196,7 +196,7 @@ def _own_address(host: str) -> str:
 
 
 def _towards(url: str) -> str:
-    """Which address this host has on the way to `url`, as a hint."""
+    """Return the address this host has on the route to `url`, as a hint."""
     parts = urlsplit(url)
     try:
         family, _, _, _, where = socket.getaddrinfo(parts.hostname, 9, type=socket.SOCK_DGRAM)[0]

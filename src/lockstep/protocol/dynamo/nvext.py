@@ -1,7 +1,7 @@
 """Dynamo's extension of chat requests, `nvext`: its fields in requests and responses.
 
-Every key of Dynamo 1.6 is known. One that cannot be honoured here is accepted at its neutral value
-and refused by name otherwise; Dynamo itself ignores some of them without a word.
+Every key of Dynamo 1.6 is known. A key without support here is accepted at its neutral value and
+otherwise rejected by name; Dynamo itself ignores some of them silently.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ EXTRA_FIELDS = (
     "timing",
 )
 ONE_CHOICE = frozenset({"engine_data", "completion_token_ids", "routed_experts", "worker_id"})
-"""Fields that Dynamo's response has once only: with n > 1 those of other choices would be lost."""
+"""Fields that Dynamo's response has only once: with n > 1 those of other choices would be lost."""
 
 
 class AgentHints(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Hints of an agent. Only `priority` has an effect here: higher is sooner, unlike vLLM's."""
+    """Hints of an agent. Only `priority` has an effect: higher is sooner, unlike in vLLM."""
 
     priority: int | None = None
     osl: int | None = None
@@ -42,7 +42,7 @@ class AgentHints(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class NvExt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The request's extension. Fields below the line are refused unless neutral."""
+    """The request's extension. Fields below the line are rejected unless neutral."""
 
     token_data: list[int] | None = None
     extra_fields: list[str] | None = None
@@ -70,14 +70,14 @@ class NvExt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def pinned(self) -> str | None:
-        """The worker that must serve this, by its id."""
+        """Id of the worker that must serve this request."""
         worker = self.backend_instance_id
         worker = self.decode_worker_id if worker is None else worker
         return None if worker is None else str(worker)
 
     @property
     def priority(self) -> int | None:
-        """The priority in vLLM's sign, or None when there is none."""
+        """The priority in vLLM's sign, or None."""
         hints = self.agent_hints
         return None if hints is None or hints.priority is None else -hints.priority
 
@@ -97,7 +97,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def check_nvext(nvext: NvExt, n: int) -> None:
-    """Raises BadRequest, UnknownField or UnsupportedField that names the key."""
+    """Raise BadRequest, UnknownField or UnsupportedField that names the key."""
     refuse_unless_neutral(nvext, NEUTRAL, "nvext.")
     if nvext.agent_hints is not None:
         refuse_unless_neutral(
@@ -124,7 +124,7 @@ def check_nvext(nvext: NvExt, n: int) -> None:
 
 
 class EngineData(msgspec.Struct, kw_only=True):
-    """The engine's own record, whole and in its own precision."""
+    """The engine's own record, complete and in its own precision."""
 
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
@@ -157,7 +157,7 @@ class WorkerId(msgspec.Struct):
 
 
 class Timing(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Milliseconds that this server knows; `ttft_ms` only where tokens came one by one."""
+    """Durations in milliseconds; `ttft_ms` only if tokens arrived one by one."""
 
     request_received_ms: int
     ttft_ms: float | None = None
@@ -165,7 +165,7 @@ class Timing(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class NvextResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The response's extension: what was requested with extra_fields, and nothing else."""
+    """The response's extension: the fields requested with extra_fields, and nothing else."""
 
     worker_id: WorkerId | None = None
     completion_token_ids: list[int] | None = None
@@ -177,12 +177,12 @@ class NvextResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def worker_id(worker: str | None) -> WorkerId | None:
-    """Dynamo's pair of ids, which are integers there and so here."""
+    """Return Dynamo's pair of ids, which are integers."""
     return None if worker is None else WorkerId(instance_id(worker), instance_id(worker))
 
 
 def instance_id(worker: str) -> int:
-    """The integer that stands for a worker's id; small enough for readers that use floats."""
+    """Return the integer for a worker's id; small enough for readers that use floats."""
     if worker.isdecimal():
         return int(worker)
     return int.from_bytes(blake2b(worker.encode(), digest_size=6).digest(), "big")
