@@ -1,1 +1,1 @@
-"""How bodies are read and written as JSON: strictly, within limits, and large arrays lazily."""
+"""JSON of bodies: strict decoding, limits, and lazy decoding of large arrays."""

@@ -1,8 +1,8 @@
-"""Takes the base64 of routed experts out of a JSON body before the JSON is decoded.
+"""Extraction of routed experts' base64 from a JSON body before the JSON is decoded.
 
-Megabytes of base64 would otherwise be copied, checked as UTF-8 and made into a str.
-`extract_base64` does it to a body that is there, `Base64Extractor` to one that still arrives. What
-is not recognised stays in the JSON, and is decoded with it: slower, and just as right.
+Megabytes of base64 would otherwise be copied, checked as UTF-8 and converted to a str.
+`extract_base64` handles a complete body, `Base64Extractor` one that is still arriving. Values that
+are not recognised stay in the JSON and are decoded with it: slower, but equally correct.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 Body = bytes | bytearray
 KEY = b'"routed_experts"'
 NEEDLE = b"routed_experts"
-"""Searched for without its quotes: JSON is full of quotes, and the search skips on rare bytes."""
+"""Key to search for, without quotes: JSON is full of quotes, and the search skips on rare bytes."""
 SPACE = b" \t\r\n"
 STRUCTURE = re.compile(rb'["{}\[\]]')
 MARK = ":"
-"""Starts the text that stands where a value was; base64 has no colon, so the two never mix up."""
+"""Prefix of the text that replaces a value; base64 has no colon, so the two never mix up."""
 LOOK_BACK = 4096
-"""How far before new bytes the key may stand: its object holds a shape and a dtype, not more."""
+"""Maximum distance of the key before new bytes: its object contains only a shape and a dtype."""
 OPEN = re.compile(
     rb'"routed_experts"\s*:\s*'
     rb'(?:\{(?:[^"{}\[\]]|"[^"\\]*"|\[[^\[\]"]*\])*?"data"\s*:\s*)?'
@@ -30,7 +30,7 @@ OPEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Base64Text:
-    """Base64 as it came, in one piece or in several."""
+    """Base64 as received, in one piece or several."""
 
     parts: tuple[memoryview, ...]
 
@@ -52,23 +52,26 @@ class Base64Text:
 
 @dataclass(frozen=True, slots=True)
 class ExtractedBody:
-    """`json` is the body with each value replaced by `":0"`, `":1"`...; `values` are the bytes."""
+    """Result: `json` is the body with each value replaced by `":0"`, `":1"`...; `values` the
+    bytes.
+    """
 
     json: Body
     values: tuple[Base64Text, ...]
 
     def text(self, field: str) -> Base64Text:
-        """The base64 behind a decoded field: the bytes that were taken out, or the field itself."""
+        """Return the base64 of a decoded field: the extracted bytes, or the field itself."""
         if field.startswith(MARK) and field[1:].isdigit() and int(field[1:]) < len(self.values):
             return self.values[int(field[1:])]
         return Base64Text((memoryview(field.encode()),))
 
 
 def extract_base64(body: Body | ExtractedBody, most: int = 1) -> ExtractedBody:
-    """The body without the base64 of its routed experts. Never raises: bad JSON stays as it is.
+    """Return the body without the base64 of its routed experts. Never raises: bad JSON is
+    unchanged.
 
-    The search ends after `most` keys, so that it need not read all of a body that has no more;
-    a value it did not reach is still right, only decoded with the rest.
+    The search ends after `most` keys, so that it does not read the rest of a body without more
+    keys; a value it did not reach is still correct, only decoded with the rest.
     """
     if isinstance(body, ExtractedBody):
         return body
@@ -87,9 +90,9 @@ def extract_base64(body: Body | ExtractedBody, most: int = 1) -> ExtractedBody:
 
 
 class Base64Extractor:
-    """`extract_base64` for a body that arrives in chunks: large values are never put together.
+    """`extract_base64` for a body that arrives in chunks: large values are never joined.
 
-    A base64 string that is longer than one chunk stays in the chunks that brought it.
+    A base64 string longer than one chunk stays in its chunks.
     """
 
     def __init__(self) -> None:
@@ -121,27 +124,29 @@ class Base64Extractor:
         return ExtractedBody(self._json, tuple(self._values))
 
     def _look(self, start: int) -> None:
-        """Opens a value when the JSON so far ends inside one."""
+        """Start a value if the JSON so far ends inside one."""
         at = self._json.rfind(NEEDLE, start) - 1
         if at < 0 or self._json[at - 1 : at] == b"\\" or self._json[at : at + len(KEY)] != KEY:
             return
         if (match := OPEN.match(self._json, at)) is not None:
             text = match.start(1)
-            del match  # it holds the buffer, which could not shrink
+            del match  # it references the buffer, which could not shrink
             self._open = [bytes(self._json[text:])]
             del self._json[text:]
 
     def _restore(self) -> None:
-        """Puts an unfinished value back into the JSON: it was cut off, or no plain base64."""
+        """Put an unfinished value back into the JSON: it was cut off, or is not plain base64."""
         for piece in self._open or ():
             self._json += piece
         self._open = None
 
 
 def find_values(body: Body, most: int) -> list[tuple[int, int]]:
-    """[start, end) of the base64 string under each `routed_experts` key, in document order."""
-    # Only what valid JSON guarantees is trusted: an unescaped quote opens or closes a string, so
-    # the needle after an unescaped quote is that whole string; followed by a colon, it is a key.
+    """Return [start, end) of the base64 string under each `routed_experts` key, in document
+    order.
+    """
+    # Rely only on what valid JSON guarantees: an unescaped quote opens or closes a string, so the
+    # needle after an unescaped quote is that whole string; followed by a colon, it is a key.
     spans: list[tuple[int, int]] = []
     at = keys = 0
     while keys < most and (quote := body.find(NEEDLE, at) - 1) >= 0:
@@ -169,7 +174,7 @@ def find_values(body: Body, most: int) -> list[tuple[int, int]]:
 
 
 def _data_of_object(body: Body, brace: int) -> tuple[tuple[int, int] | None, int]:
-    """The span of the string under the object's own "data" key, and where to go on searching."""
+    """Return the span of the string under the object's own "data" key, and where to continue."""
     depth = 0
     at = brace
     while (match := STRUCTURE.search(body, at)) is not None:
@@ -194,7 +199,9 @@ def _data_of_object(body: Body, brace: int) -> tuple[tuple[int, int] | None, int
 
 
 def _plain_string(body: Body, quote: int) -> tuple[int, int] | None:
-    """The span inside the quotes, or None for a string with escapes: JSON must decode that one."""
+    """Return the span inside the quotes, or None for a string with escapes, which JSON must
+    decode.
+    """
     end = body.find(b'"', quote + 1)
     if end == -1 or body.find(b"\\", quote + 1, end) != -1:
         return None
@@ -202,7 +209,7 @@ def _plain_string(body: Body, quote: int) -> tuple[int, int] | None:
 
 
 def _string_end(body: Body, start: int) -> int:
-    """Where the string whose content starts at `start` has its closing quote, or -1."""
+    """Return the position of the closing quote of the string starting at `start`, or -1."""
     end = body.find(b'"', start)
     while end != -1:
         before = end - 1

@@ -1,7 +1,7 @@
-"""Token ids that stay JSON until somebody looks at them.
+"""Token ids that stay JSON until they are accessed.
 
-Most ids of a prompt only pass through a gateway: they come as JSON and leave as JSON. Signatures
-that take such ids say `Sequence[int]`; `as_list` and `as_json` give the other forms.
+Most ids of a prompt only pass through a gateway, as JSON in and JSON out. Signatures that take such
+ids say `Sequence[int]`; `as_list` and `as_json` return the other forms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IN_IDS = b"0123456789, \t\r\n"
 
 
 class LazyIds(Sequence[int]):
-    """The plain integers >= 0, at least one, that its JSON lists; decoded at the first look."""
+    """A JSON list of at least one plain integer >= 0, decoded on first access."""
 
     __slots__ = ("_ids", "json")
 
@@ -29,15 +29,17 @@ class LazyIds(Sequence[int]):
 
     @classmethod
     def of(cls, raw: msgspec.Raw) -> LazyIds | None:
-        """The ids in valid JSON, or None when it is no list of at least one plain integer >= 0."""
+        """Wrap the ids in valid JSON; None if it is not a list of at least one plain integer >=
+        0.
+        """
         json = bytes(raw)
-        # No sign, no point, no quote, no second list: what is left can only be plain integers.
+        # No sign, no point, no quote, no second list: the rest can only be plain integers.
         if json.translate(None, IN_IDS) != b"[]" or not json.strip(b"[] \t\r\n"):
             return None
         return cls(json)
 
     def decoded(self) -> list[int]:
-        """The ids as a list. Raises BadTokenId for a number that is too long to be one."""
+        """Return the ids as a list. Raises BadTokenId for a number that is too long."""
         if self._ids is None:
             try:
                 self._ids = DECODER.decode(self.json)
@@ -46,7 +48,9 @@ class LazyIds(Sequence[int]):
         return self._ids
 
     def leading_json(self, count: int) -> bytes | None:
-        """The first `count` ids as JSON without brackets or space; None if there are not more."""
+        """Return the first `count` ids as JSON without brackets or space; None if there are not
+        more.
+        """
         pieces = self.json.lstrip()[1:].split(b",", count)
         return b"".join(b",".join(pieces[:count]).split()) if len(pieces) > count else None
 
@@ -68,19 +72,19 @@ class LazyIds(Sequence[int]):
 
 
 def as_list(ids: Sequence[int]) -> list[int]:
-    """The ids as a list: themselves where they are one."""
+    """Return the ids as a list, without a copy if they are one."""
     if isinstance(ids, list):
         return ids
     return ids.decoded() if isinstance(ids, LazyIds) else list(ids)
 
 
 def as_json(ids: Sequence[int]) -> msgspec.Raw:
-    """The ids as JSON for an encoder: as they came where they are JSON already."""
+    """Return the ids as JSON for an encoder, unchanged if they are JSON already."""
     return msgspec.Raw(ids.json if isinstance(ids, LazyIds) else ENCODER.encode(as_list(ids)))
 
 
 class PlannedIds(LazyIds):
-    """The ids of a prompt: JSON as a whole, and as a list those that follow the turn before."""
+    """Ids of a prompt: JSON as a whole, and as a list those after the previous turn."""
 
     __slots__ = ("added", "start")
 

@@ -1,6 +1,6 @@
-"""What a request body may hold: sizes and counts past which it is refused before anything is done.
+"""Limits of a request body: sizes and counts beyond which it is rejected before any work.
 
-They bound what one request costs a process in time and memory, whoever sends it.
+They bound the time and memory that one request costs a process, whatever its sender.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.tokens.errors import BadRequest, TooLarge
 
 PIECE = 1 << 18
-"""Bytes looked at in one go: other threads may run between two pieces."""
+"""Bytes scanned at once: other threads may run between two pieces."""
 COUNTED = (
     ("messages", "messages"),
     ("input", "messages"),
@@ -25,7 +25,7 @@ COUNTED = (
     ("logit_bias", "logit_bias"),
     ("request_ids", "request_ids"),
 )
-"""Fields of a body, in any dialect, and the limit of how many they hold."""
+"""Fields of a body, in any dialect, and the limit on their number of entries."""
 NESTED = ("messages", "input", "tools", "tool_choice", "chat_template_kwargs", "metadata")
 """Fields whose values may be any JSON."""
 NESTING = frozenset({list, dict})
@@ -35,12 +35,12 @@ NESTING = frozenset({list, dict})
 class RequestLimits:
     """Limits of one request body. Each is an option: `--limit NAME=NUMBER`.
 
-    body_bytes       its size
-    values           objects, lists and strings in it
-    items            things between commas, most of which are token ids
-    nesting          objects and lists within each other
-    characters       of a text for /tokenize
-    messages, tools, prompts, stop_token_ids, logit_bias, request_ids: how many it lists
+    body_bytes       size of the body
+    values           objects, lists and strings
+    items            comma-separated items, mostly token ids
+    nesting          depth of objects and lists
+    characters       length of a text for /tokenize
+    messages, tools, prompts, stop_token_ids, logit_bias, request_ids: number of entries
     """
 
     body_bytes: int = 16 << 20
@@ -56,13 +56,15 @@ class RequestLimits:
     request_ids: int = 20_000
 
     def check(self, request: object) -> None:
-        """Raises BadRequest for a decoded body that lists too much, or nests too deeply."""
+        """Raise BadRequest for a decoded body with too many entries or too deep nesting."""
         for owner, prefix in ((request, ""), (_inner(request), "sampling_params.")):
             for field, limit in _limited(type(owner))[0]:
                 listed = getattr(owner, field)
                 if not isinstance(listed, list | dict) or len(listed) <= getattr(self, limit):
                     continue
-                if field != "prompt" or not isinstance(listed[0], int):  # else the ids of one
+                if field != "prompt" or not isinstance(
+                    listed[0], int
+                ):  # else the ids of one prompt
                     raise BadRequest(
                         f"{prefix}{field} lists {len(listed)}: at most {getattr(self, limit)} are "
                         f"taken here (--limit {limit}=NUMBER)",
@@ -83,7 +85,7 @@ _LIMITED: dict[type, Limited] = {}
 
 
 def _limited(kind: type) -> Limited:
-    """Those of COUNTED and of NESTED that bodies of this kind have as fields."""
+    """Return the fields of COUNTED and NESTED that bodies of this type have."""
     known = _LIMITED.get(kind)
     if known is None:
         fields = getattr(kind, "__struct_fields__", ())
@@ -97,13 +99,13 @@ def _inner(request: object) -> object:
 
 
 def too_deep(limit: int | None = None, param: str = "body") -> BadRequest:
-    """The error for JSON whose objects and lists lie too deep within each other."""
+    """Return the error for JSON that is nested too deeply."""
     how = "too deeply" if limit is None else f"more than {limit} levels deep"
     return BadRequest(f"{param} is nested {how}: flatten it", param=param)
 
 
 def depth(value: Any, limit: int) -> int | None:
-    """How deep lists and dicts, as decoded from JSON, lie in each other; None past the limit."""
+    """Return the nesting depth of decoded JSON; None beyond the limit."""
     level = [value]
     for at in range(limit):
         level = [
@@ -118,16 +120,16 @@ def depth(value: Any, limit: int) -> int | None:
 
 
 def rough_values(piece: bytes) -> int:
-    """Objects, lists and strings in JSON, told fast: what text quotes counts too."""
-    read = np.frombuffer(piece, np.uint8)  # which counts five times as fast as bytes do
+    """Estimate the number of objects, lists and strings in JSON; quoted text counts too."""
+    read = np.frombuffer(piece, np.uint8)  # counts five times as fast as bytes
     objects, lists, quotes = (np.count_nonzero(read == byte) for byte in b'{["')
     return int(objects + lists + quotes // 2)
 
 
 class JsonShape:
-    """Counts what JSON holds while its pieces are fed to it, without decoding it.
+    """Counter of JSON values that is fed in pieces, without decoding.
 
-    For valid JSON the counts are exact; what is not valid is refused when it is decoded.
+    For valid JSON the counts are exact; invalid JSON is rejected when it is decoded.
     """
 
     def __init__(self) -> None:
@@ -138,7 +140,7 @@ class JsonShape:
     def feed(self, piece: bytes) -> None:
         if self._escape:
             piece = self._escape + piece
-        # What a backslash escapes is no end of a string. Pairs go first, from left to right.
+        # An escaped quote does not end a string. Remove pairs of backslashes first, left to right.
         plain = piece.replace(rb"\\", b"")
         self._escape = b"\\" if plain.endswith(b"\\") else b""
         parts = plain.replace(rb"\"", b"").split(b'"')
@@ -150,7 +152,7 @@ class JsonShape:
 
 
 def check_shape(pieces: Sequence[bytes], limits: RequestLimits) -> None:
-    """Raises TooLarge for JSON that holds more than it may. Takes as long as it takes to know."""
+    """Raise TooLarge for JSON beyond the limits. Runs in time proportional to the body."""
     shape = JsonShape()
     for piece in pieces:
         for start in range(0, len(piece), PIECE):

@@ -1,4 +1,4 @@
-"""Strict JSON decoding whose errors name the field, the value and what was expected."""
+"""Strict JSON decoding whose errors name the field, the value and the expected type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The decoded body. Raises BadRequest (or UnknownField) that names what is wrong and where."""
+    """Decode the body. Raises BadRequest (or UnknownField) that names the error and its
+    position.
+    """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -33,7 +35,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def explain(message: str, body: bytes) -> BadRequest:
-    """The typed error for a msgspec validation message about `body`."""
+    """Return the typed error for a msgspec validation message about `body`."""
     match = PATH.search(message)
     path = match["path"].removeprefix("$").removeprefix(".") if match else ""
     expected = PATH.sub("", message)
@@ -48,8 +50,8 @@ def explain(message: str, body: bytes) -> BadRequest:
     try:
         shown = msgspec.json.encode(_at(msgspec.json.decode(body), path)).decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # What the typed decoder left before its end may be no JSON, or hold a number of 5,000
-        # digits: then nothing of it can be shown.
+        # The part that the typed decoder did not reach may be invalid JSON, or contain a number of
+        # 5,000 digits: then no value can be quoted.
         where = path or "body"
         return BadRequest(f"{where} cannot be read: {expected} ({error})", param=where)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
@@ -57,7 +59,7 @@ def explain(message: str, body: bytes) -> BadRequest:
 
 
 def _at(value: Any, path: str) -> Any:
-    """The value at a msgspec path, as far down as the path can be followed."""
+    """Return the value at a msgspec path, as far as the path can be followed."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         if index and isinstance(value, list):
             value = value[int(index)]
@@ -69,7 +71,7 @@ def _at(value: Any, path: str) -> Any:
 def refuse_unless_neutral(
     struct: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]], prefix: str = ""
 ) -> None:
-    """Raises UnsupportedField for the first field that is set to something we cannot honour."""
+    """Raise UnsupportedField for the first field that is set to an unsupported value."""
     for field, allowed in neutral.items():
         value = getattr(struct, field)
         if value is not None and value not in allowed:
@@ -81,7 +83,7 @@ def refuse_unless_neutral(
 
 
 def read_biases(raw: dict[str, float] | None, field: str = "logit_bias") -> dict[int, float] | None:
-    """Biases by token id. Raises BadRequest that names a key that is none."""
+    """Return biases by token id. Raises BadRequest that names an invalid key."""
     if raw is None:
         return None
     for token in raw:

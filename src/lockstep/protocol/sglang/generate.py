@@ -1,7 +1,7 @@
 """SGLang's native dialect, POST /generate: requests, and responses whole and streamed.
 
-Ids and logprobs both come from meta_info, where each entry is [logprob, id, text]. Streamed
-events are cumulative: the last one is the whole response.
+Ids and logprobs both come from meta_info, where each entry is [logprob, id, text]. Streamed events
+are cumulative: the last one is the whole response.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ NAMES: Mapping[str, str | None] = {
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
     "seed": "sampling_seed",
-    "max_tokens": None,  # `max_new_tokens`, which the transport always decides
+    "max_tokens": None,  # `max_new_tokens`, which the transport always sets
     "min_tokens": "min_new_tokens",
-    "stop": None,  # refused: its tokens would be cut off
+    "stop": None,  # rejected: its tokens would be cut off
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
     "logit_bias": "logit_bias",
     "logprobs": None,  # `top_logprobs_num` of the body, for prompt and completion together
     "prompt_logprobs": None,
-    "n": None,  # refused: one choice at a time
-    "allowed_token_ids": None,  # refused: SGLang has none
-    "grammar": None,  # under a name for each kind: `_grammar`
-    "score_start": None,  # refused: prompt logprobs know the temperature only
-    "logprob_mode": None,  # refused unless it is the server's
+    "n": None,  # rejected: one choice at a time
+    "allowed_token_ids": None,  # rejected: SGLang has none
+    "grammar": None,  # one field per kind of grammar: `_grammar`
+    "score_start": None,  # rejected: only the temperature applies to prompt logprobs
+    "logprob_mode": None,  # rejected unless it is the server's
 }
-"""SGLang's name of each option; None for one that is not among its sampling_params."""
+"""SGLang's name of each option; None if it is not among its sampling_params."""
 GRAMMARS: Mapping[GrammarKind, str] = {
     "json": "json_schema",
     "regex": "regex",
@@ -83,7 +83,7 @@ def encode_sglang(
     adapter: str | None,
     stream: bool = False,
 ) -> bytes:
-    """The body for one choice; `max_new_tokens` is explicit, as SGLang's default is only 128.
+    """Return the body for one choice; `max_new_tokens` is explicit: SGLang's default is only 128.
 
     Raises UnsupportedField for what SGLang cannot do: versions, allowed_token_ids, other modes.
     """
@@ -118,7 +118,7 @@ def encode_sglang(
     optional = {
         "rid": request.request_id,
         "lora_path": adapter,
-        "extra_key": request.cache_salt,  # SGLang's name for what isolates prefix-cache entries
+        "extra_key": request.cache_salt,  # SGLang's field that isolates prefix-cache entries
         "priority": -request.priority or None,  # higher is sooner there
         "return_routed_experts": None if request.experts_start is None else True,
         "routed_experts_start_len": request.experts_start or None,
@@ -128,7 +128,9 @@ def encode_sglang(
 
 
 def _grammar(grammar: Grammar | None) -> dict[str, str]:
-    """The option for a grammar. Raises UnsupportedField for a kind that SGLang reads otherwise."""
+    """Return the option for a grammar. Raises UnsupportedField for a kind SGLang reads
+    differently.
+    """
     if grammar is None:
         return {}
     if grammar.kind == "json_object":
@@ -144,7 +146,7 @@ def _grammar(grammar: Grammar | None) -> dict[str, str]:
 
 
 def check_layout(request: GenerateRequest, layout: Layout | None) -> None:
-    """Raises BadRequest when experts are requested but their shape is not known."""
+    """Raise BadRequest if experts are requested but their shape is unknown."""
     if request.experts_start is not None and layout is None:
         raise BadRequest(
             "routed experts from SGLang come without a shape: tell the transport "
@@ -187,7 +189,9 @@ DECODER = msgspec.json.Decoder(SglangResponse)
 def decode_sglang(
     body: bytes | bytearray | ExtractedBody, reading: Reading, layout: Layout | None = None
 ) -> Completion:
-    """The completion in a whole response for one choice, or in the last event of a stream."""
+    """Return the completion of a whole response for one choice, or of the last event of a
+    stream.
+    """
     extracted = extract_base64(body)
     response = decode_response(DECODER, extracted.json)
     raise_stated(response.error)
@@ -222,7 +226,7 @@ def decode_sglang(
 
 
 class SglangStreamDecoder:
-    """Follows a stream of cumulative events; the last one is read as the whole response."""
+    """Decoder of a stream of cumulative events; the last one is the whole response."""
 
     def __init__(self, reading: Reading, layout: Layout | None = None) -> None:
         self._reading, self._layout = reading, layout
@@ -251,7 +255,7 @@ class SglangStreamDecoder:
 def sampled(
     response: SglangResponse, request: GenerateRequest, *, stopped: bool
 ) -> tuple[list[int], list[float]]:
-    """Ids and logprobs from meta_info, checked against the ids at the top level of the response."""
+    """Return ids and logprobs from meta_info, checked against the response's top-level ids."""
     meta = response.meta_info or Meta()
     entries, echo = meta.output_token_logprobs, response.output_ids
     if entries is None:

@@ -15,5 +15,5 @@ _DECODER = msgspec.json.Decoder(AbortRequest)
 
 
 def decode_abort(body: bytes) -> AbortRequest:
-    """The request in `body`. Raises BadRequest or UnknownField."""
+    """Decode the request in `body`. Raises BadRequest or UnknownField."""
     return decode(_DECODER, body)

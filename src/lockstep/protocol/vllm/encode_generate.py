@@ -1,4 +1,4 @@
-"""Writes requests in vLLM's token-in/token-out dialect: for vLLM, Lockstep, and Dynamo's route."""
+"""Encoder of vLLM's token-in/token-out requests: for vLLM, Lockstep, and Dynamo's route."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 ENCODER = msgspec.json.Encoder()
 VLLM_MAX_LOGPROBS = 20
-"""What vLLM allows unless it was started with --max-logprobs."""
+"""vLLM's limit unless it was started with --max-logprobs."""
 NAMES: Mapping[str, str | None] = {
     **{option: option for option in OPTIONS},
     "logprob_mode": None,  # vLLM ignores it: `refuse_mode`, or set below for a Lockstep server
@@ -26,28 +26,28 @@ NAMES: Mapping[str, str | None] = {
 
 
 def encode_vllm(request: GenerateRequest, *, mode: LogprobMode, stream: bool = False) -> bytes:
-    """The body for a plain vLLM server, whose logprob mode is `mode`.
+    """Return the body for a plain vLLM server with logprob mode `mode`.
 
-    vLLM ignores fields it does not know, so what only Lockstep can honour is refused here:
-    UnsupportedField for a demanded weight version or another logprob mode.
+    vLLM ignores unknown fields, so options that only Lockstep supports are rejected here:
+    UnsupportedField for a required weight version or another logprob mode.
     """
     refuse_versions(request, "a plain vLLM server")
     refuse_mode(request, mode)
     refuse_scoring(request, "vLLM")
     params = sampling_params(request)
     if request.sampling.logprobs:
-        # vLLM counts the sampled token among the k it lists: one more, and none is missing.
+        # vLLM counts the sampled token among the k it lists, so request one more.
         wanted = request.sampling.logprobs
         params.logprobs = min(wanted + 1, max(wanted, VLLM_MAX_LOGPROBS))
     body = _body(request, params, stream=stream, features=request.features)
     if request.sampling.grammar is not None and request.sampling.grammar.has_thought:
-        # With a reasoning parser, vLLM would otherwise begin the grammar behind the thought.
+        # With a reasoning parser, vLLM would otherwise start the grammar after the thinking.
         body.reasoning_ended = True
     return ENCODER.encode(body)
 
 
 def encode_lockstep(request: GenerateRequest, *, stream: bool = False) -> bytes:
-    """The body for a Lockstep server, which honours versions, logprob modes and row starts."""
+    """Return the body for a Lockstep server, which supports versions, logprob modes, row starts."""
     params = sampling_params(request)
     params.logprob_mode = request.sampling.logprob_mode
     params.score_start = request.sampling.score_start
@@ -57,15 +57,15 @@ def encode_lockstep(request: GenerateRequest, *, stream: bool = False) -> bytes:
     if request.experts_start is not None:
         body.return_routed_experts = True
     if not request.sampling.logprobs:
-        body.logprobs_format = "flat"  # bare numbers: a tenth of the bytes, the same record
+        body.logprobs_format = "flat"  # bare numbers: a tenth of the bytes
     return ENCODER.encode(body)
 
 
 def encode_dynamo_generate(request: GenerateRequest, *, mode: LogprobMode) -> bytes:
-    """The body for Dynamo's own /inference/v1/generate: one choice, no stream.
+    """Return the body for Dynamo's own /inference/v1/generate: one choice, no stream.
 
-    Dynamo sends no EOS ids to the worker on this route, so a request that relies on them would
-    run to its length: BadRequest without stop_token_ids and without ignore_eos.
+    Dynamo sends no EOS ids to the worker on this route, so a request that relies on them would run
+    to its length limit: BadRequest without stop_token_ids and without ignore_eos.
     """
     refuse_versions(request, "Dynamo")
     refuse_mode(request, mode)
@@ -81,7 +81,7 @@ def encode_dynamo_generate(request: GenerateRequest, *, mode: LogprobMode) -> by
             param="stop_token_ids",
         )
     params = sampling_params(request)
-    params.routed_experts_prompt_start = None  # trimmed here: the route does not know the field
+    params.routed_experts_prompt_start = None  # trimmed by us: the route does not know the field
     return ENCODER.encode(_body(request, params, stream=False, features=None))
 
 
@@ -101,7 +101,7 @@ def _body(
 
 
 def sampling_params(request: GenerateRequest) -> SamplingParams:
-    """The options of a request in vLLM's names."""
+    """Return the options of a request under vLLM's names."""
     params = SamplingParams(**write_sampling(request.sampling, NAMES, LEFT_OUT_WHEN_OFF))
     params.routed_experts_prompt_start = request.first_experts_row
     if (grammar := request.sampling.grammar) is not None:
@@ -110,7 +110,7 @@ def sampling_params(request: GenerateRequest) -> SamplingParams:
 
 
 def refuse_versions(request: GenerateRequest, server: str) -> None:
-    """Raises UnsupportedField for a version demand, which this server would silently ignore."""
+    """Raise UnsupportedField for a required version, which this server would silently ignore."""
     for field in ("weight_version", "min_weight_version"):
         if getattr(request, field) is not None:
             raise UnsupportedField(
@@ -121,7 +121,7 @@ def refuse_versions(request: GenerateRequest, server: str) -> None:
 
 
 def refuse_mode(request: GenerateRequest, mode: LogprobMode) -> None:
-    """Raises UnsupportedField when the request wants another logprob mode than the server has."""
+    """Raise UnsupportedField if the request needs another logprob mode than the server has."""
     requested = request.sampling.logprob_mode
     if requested is not None and requested != mode:
         raise UnsupportedField(
@@ -133,7 +133,7 @@ def refuse_mode(request: GenerateRequest, mode: LogprobMode) -> None:
 
 
 def refuse_scoring(request: GenerateRequest, server: str) -> None:
-    """Raises UnsupportedField for processed scores of a prompt, which this server has only raw."""
+    """Raise UnsupportedField for processed scores of a prompt: this server has only raw ones."""
     sampling = request.sampling
     heated = sampling.temperature not in (0.0, 1.0) and sampling.logprob_mode == "processed"
     if sampling.score_start is not None or (sampling.prompt_logprobs is not None and heated):
@@ -147,7 +147,7 @@ def refuse_scoring(request: GenerateRequest, server: str) -> None:
 
 
 def refuse_grammar(request: GenerateRequest, server: str) -> None:
-    """Raises UnsupportedField for a grammar that this server would not be held to."""
+    """Raise UnsupportedField for a grammar that this server would not enforce."""
     if (grammar := request.sampling.grammar) is not None:
         raise UnsupportedField(
             f"a grammar ({grammar.kind}) was requested, which {server} does not pass to its engine "
@@ -157,7 +157,7 @@ def refuse_grammar(request: GenerateRequest, server: str) -> None:
 
 
 def refuse_stop_strings(request: GenerateRequest) -> None:
-    """Raises UnsupportedField: Dynamo enforces stop strings itself and then drops engine data."""
+    """Raise UnsupportedField: Dynamo enforces stop strings itself and then drops engine data."""
     if stop := list(request.sampling.stop):
         raise UnsupportedField(
             f"stop is {stop!r}: Dynamo's frontend would cut the completion there and "

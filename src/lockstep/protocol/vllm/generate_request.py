@@ -1,7 +1,7 @@
 """vLLM's token-in/token-out dialect, POST /inference/v1/generate: requests.
 
-All of vLLM 0.32's fields are known here. One that cannot be honoured is accepted at its neutral
-value and refused by name otherwise, so that stock clients work and nothing is quietly ignored.
+All fields of vLLM 0.32 are known. A field without support is accepted at its neutral value and
+otherwise rejected by name, so that stock clients work and nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.tokens.versions import check_label
 
 
 class SamplingParams(SamplingFields, kw_only=True):
-    """vLLM's SamplingParams. The last block is refused unless neutral."""
+    """vLLM's SamplingParams. The last block is rejected unless neutral."""
 
     n: int = 1
     logprobs: int | None = None
@@ -46,13 +46,13 @@ NEUTRAL_SAMPLING: Mapping[str, tuple[object, ...]] = {
     "extra_args": ({},),
     "trace_decode_token_ids": ([],),
 }
-"""Fields that are refused at any other value."""
+"""Fields that are rejected at any other value."""
 
 NEUTRAL_REQUEST: Mapping[str, tuple[object, ...]] = {
     "token_offsets": ([],),
     "features": ([], {}),
     "content_parts": ([],),
-    "reasoning_ended": (False, True),  # a grammar holds from the first token here, as with True
+    "reasoning_ended": (False, True),  # a grammar applies from the first token here, as with True
     "reasoning_parser_kwargs": ({},),
     "output_mode": ("tokens",),
     "kv_transfer_params": ({},),
@@ -62,7 +62,7 @@ NEUTRAL_REQUEST: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a response holds and how: `flat` logprobs are bare numbers, `npy` is vLLM's string."""
+    """Format of a response: `flat` logprobs are bare numbers, `npy` is vLLM's string."""
 
     logprobs: Literal["entries", "flat"] | None = "entries"
     prompt_ids: bool = False
@@ -75,8 +75,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A request body without its ids. The last block is Lockstep's own: versions demanded, experts
-    requested."""
+    """A request body without its ids. The last block is Lockstep's own: required versions,
+    requested experts.
+    """
 
     sampling_params: SamplingParams
     request_id: str | None = None
@@ -104,21 +105,21 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
     @property
     def experts_start(self) -> int | None:
-        """The first row of routed experts to return, or None when they were not requested.
+        """First row of routed experts to return, or None if they were not requested.
 
-        As with vLLM, `routed_experts_prompt_start` requests nothing by itself: clients send it
-        with every request, also to models that have no experts.
+        As in vLLM, `routed_experts_prompt_start` alone requests nothing: clients send it with every
+        request, also to models without experts.
         """
         return (self.experts_skipped or 0) if self.return_routed_experts else None
 
     @property
     def experts_skipped(self) -> int | None:
-        """How many rows to leave out where the server returns routed experts."""
+        """Number of rows to omit if the server returns routed experts."""
         return self.sampling_params.routed_experts_prompt_start
 
     @property
     def form(self) -> Form:
-        """How the response is to be written."""
+        """Format of the response."""
         return Form(
             logprobs=None if self.sampling_params.logprobs is None else self.logprobs_format,
             prompt_ids=bool(self.return_token_ids),
@@ -130,7 +131,9 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> Sampling:
-        """The options as a value. Raises BadRequest or UnsupportedField that names the field."""
+        """Return the sampling options. Raises BadRequest or UnsupportedField that names the
+        field.
+        """
         params = self.sampling_params
         return read_sampling(
             params, prefix="sampling_params.", n=params.n, logprobs=params.logprobs or 0
@@ -144,7 +147,7 @@ class GenerateBody(GenerateFields, forbid_unknown_fields=True, kw_only=True, omi
 
 
 class RelayedBody(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The same for those who hand it on: the ids, most of its bytes, stay JSON."""
+    """The request body for relays: the ids, most of its bytes, stay JSON."""
 
     token_ids: msgspec.Raw
 
@@ -154,17 +157,17 @@ RELAYED = msgspec.json.Decoder(RelayedBody)
 
 
 def decode_request(body: bytes) -> GenerateBody:
-    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    """Decode the request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request: GenerateBody = decode(DECODER, body)
     _check(request, request.token_ids)
     return request
 
 
 def decode_relayed(body: bytes) -> tuple[GenerateFields, Sequence[int]]:
-    """`decode_request`, and the ids apart from it: decoded only if somebody looks at them."""
+    """Decode as `decode_request`, with the ids separate and decoded only on access."""
     relayed: RelayedBody = decode(RELAYED, body)
     ids = LazyIds.of(relayed.token_ids)
-    if ids is None:  # no such ids: the strict decoder knows what is wrong with them
+    if ids is None:  # invalid ids: the strict decoder reports what is wrong
         request = decode_request(body)
         return request, request.token_ids
     _check(relayed, ids)

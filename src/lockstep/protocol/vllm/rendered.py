@@ -13,7 +13,7 @@ from lockstep.protocol.vllm.generate_request import SamplingParams
 
 
 class RenderedChat(msgspec.Struct, kw_only=True):
-    """The response: a body that /inference/v1/generate takes as it is."""
+    """The response: a body that /inference/v1/generate accepts unchanged."""
 
     request_id: str
     token_ids: list[int]
@@ -38,7 +38,9 @@ class RenderedChat(msgspec.Struct, kw_only=True):
 def rendered_chat(
     request: GenerateRequest, request_id: str, *, cache_salt: str | None, logprobs: bool
 ) -> RenderedChat:
-    """The body that samples what a chat request samples, under the client's own id and salt."""
+    """Return the body that samples the same as a chat request, under the client's own id and
+    salt.
+    """
     params = sampling_params(request)
     params.logprob_mode = request.sampling.logprob_mode
     if not logprobs:

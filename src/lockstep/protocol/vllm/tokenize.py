@@ -1,7 +1,7 @@
 """vLLM's POST /tokenize and /detokenize: requests in two forms, and responses.
 
-Where vLLM lets one form win over the other, or an unknown id become an empty text, the request is
-refused here: a client that gets numbers must know which question they response.
+Where vLLM lets one form take precedence, or turns an unknown id into empty text, the request is
+rejected here, so that the meaning of a response is never ambiguous.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ CHAT_ONLY = (
 )  # fmt: skip
 NEUTRAL: dict[str, tuple[object, ...]] = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
 PLACES = 2**31
-"""Ids are only checked to be ids here; which of them exist is the tokenizer's to say."""
+"""Upper bound of ids; the tokenizer decides which of them exist."""
 
 
 class TokenizeRequest(SamplingFields, kw_only=True):
     """Text to encode (`prompt`), or a conversation to render (`messages`), not both.
 
-    A client may send the body of its chat request as it is: fields that say how to sample, and
-    those of the last block, have no effect on the ids.
+    A client may send the body of its chat request unchanged: sampling fields, and the fields of the
+    last block, have no effect on the ids.
 
-    `add_special_tokens` is on by default for a prompt and off for a chat, whose template writes
-    its own. `required_prefix_token_ids` is NeMo-RL's: the ids start with exactly these, followed
-    by what the messages after the last assistant turn add.
+    `add_special_tokens` is on by default for a prompt and off for a chat, whose template writes its
+    own. `required_prefix_token_ids` is NeMo-RL's: the ids start with exactly these, followed by the
+    ids of the messages after the last assistant turn.
     """
 
     model: str | None = None
@@ -67,13 +67,13 @@ class TokenizeRequest(SamplingFields, kw_only=True):
 
     @property
     def special(self) -> bool:
-        """Whether the tokenizer adds what it puts around a text."""
+        """Whether the tokenizer adds its own prefix and suffix."""
         special = self.add_special_tokens
         return self.messages is None if special is None else special
 
 
 class TokenizedPrompt(msgspec.Struct, kw_only=True):
-    """The response. `token_strs` are the vocabulary's own strings, which lose nothing."""
+    """The response. `token_strs` are the vocabulary's own strings, which are lossless."""
 
     count: int
     max_model_len: int | None
@@ -89,7 +89,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 class DetokenizedText(msgspec.Struct, kw_only=True):
-    """The response, special tokens included. Bytes that are no UTF-8 are replaced in `prompt`."""
+    """The response, including special tokens. Invalid UTF-8 is replaced in `prompt`."""
 
     prompt: str
     token_bytes: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
@@ -100,7 +100,7 @@ DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
-    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    """Decode the request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request = decode(TOKENIZE, body)
     if (request.prompt is None) == (request.messages is None):
         both = "both prompt and messages are" if request.prompt is not None else "neither is"
@@ -121,7 +121,7 @@ def decode_tokenize(body: bytes) -> TokenizeRequest:
 
 
 def decode_detokenize(body: bytes) -> DetokenizeRequest:
-    """The request in `body`. Raises BadRequest, UnknownField or BadTokenId."""
+    """Decode the request in `body`. Raises BadRequest, UnknownField or BadTokenId."""
     request = decode(DETOKENIZE, body)
     if request.tokens:
         check_ids(request.tokens, PLACES, "tokens")
