@@ -167,8 +167,8 @@ def decode_messages(body: bytes) -> MessagesRequest:
         raise BadRequest("max_tokens: Field required", param="max_tokens")
     if request.max_tokens < 1:
         raise BadRequest(f"max_tokens: {request.max_tokens} is less than 1", param="max_tokens")
-    for at, each in enumerate(request.stop_sequences or ()):
-        if not each:
+    for at, sequence in enumerate(request.stop_sequences or ()):
+        if not sequence:
             where = f"stop_sequences.{at}"
             raise BadRequest(f"{where}: a stop sequence must not be empty", param=where)
     return request

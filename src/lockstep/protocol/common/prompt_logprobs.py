@@ -47,7 +47,7 @@ def decode_prompt_logprobs(
             raise BadLogprob(f"prompt logprob at position {at} is {logprob}, expected a number")
         others: tuple[Ranked, ...] = ()
         if top:
-            others = most_likely((_ranked(key, each, at) for key, each in entries.items()), top)
+            others = most_likely((_ranked(key, entry, at) for key, entry in entries.items()), top)
         result.append(PromptLogprob(token, logprob, own.rank, others))
     return result
 
@@ -69,11 +69,11 @@ def encode_prompt_logprobs(
             continue
         place: dict[str, PromptEntry] = {}
         every: tuple[PromptLogprob | Ranked, ...] = (own, *own.top)
-        for each in every:
-            key, text = str(each.token_id), None if text_of is None else text_of(each.token_id)
+        for entry in every:
+            key, text = str(entry.token_id), None if text_of is None else text_of(entry.token_id)
             # JSON has no infinity: a token that could not have been drawn has null.
-            logprob = None if each.logprob == IMPOSSIBLE else each.logprob
-            place.setdefault(key, PromptEntry(logprob, each.rank, text))
+            logprob = None if entry.logprob == IMPOSSIBLE else entry.logprob
+            place.setdefault(key, PromptEntry(logprob, entry.rank, text))
         field.append(place)
     return field
 
@@ -84,11 +84,11 @@ def most_likely(candidates: Iterable[Ranked], top: int) -> tuple[Ranked, ...]:
     Engines add the token itself to the list at any rank: keep it only if it belongs there.
     """
     every = list(candidates)
-    if all(each.rank is not None for each in every):
-        every = [each for each in every if (each.rank or 0) <= top]
-        every.sort(key=lambda each: each.rank or 0)
+    if all(entry.rank is not None for entry in every):
+        every = [entry for entry in every if (entry.rank or 0) <= top]
+        every.sort(key=lambda entry: entry.rank or 0)
     else:
-        every.sort(key=lambda each: -each.logprob)
+        every.sort(key=lambda entry: -entry.logprob)
     return tuple(every[:top])
 
 

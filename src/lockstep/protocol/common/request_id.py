@@ -17,8 +17,8 @@ def is_request_id(name: str) -> bool:
 def check_request_id(name: str | None, param: str = "request_id") -> None:
     """Raise BadRequest for an invalid request id; None passes."""
     if name is not None and not is_request_id(name):
-        shown = name if len(name) <= 80 else f"{name[:77]}..."
+        excerpt = name if len(name) <= 80 else f"{name[:77]}..."
         raise BadRequest(
-            f"{param} is {shown!r}: expected 1 to 256 printable ASCII characters without spaces",
+            f"{param} is {excerpt!r}: expected 1 to 256 printable ASCII characters without spaces",
             param=param,
         )

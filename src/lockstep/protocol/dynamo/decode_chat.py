@@ -133,9 +133,9 @@ class DynamoStreamDecoder:
 
     def _add(self, new: DynamoChoice, ids: list[int] | None) -> StreamDelta:
         content = None if new.logprobs is None else new.logprobs.content
-        known = list(ids or ())
+        collected = list(ids or ())
         values = [entry.logprob for entry in content or () if entry and entry.logprob is not None]
-        delta = StreamDelta(new.index, known, values if len(values) == len(known) else [])
+        delta = StreamDelta(new.index, collected, values if len(values) == len(collected) else [])
         if not self._whole.choices:
             self._whole.choices.append(new)
             return delta
@@ -237,4 +237,4 @@ def _doubted(stated: Finish, ids: list[int], request: GenerateRequest) -> Finish
 
 def _first(*candidates: Any) -> Any:
     """Return the first value that is not None; an empty list counts."""
-    return next((one for one in candidates if one is not None), None)
+    return next((candidate for candidate in candidates if candidate is not None), None)

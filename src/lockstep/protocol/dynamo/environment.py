@@ -83,7 +83,7 @@ def network_environ(
                 "TLS, with more HOST:PORT after commas",
                 param="discovery",
             )
-        urls = [f"{SCHEMES[scheme]}://{one}" for one in hosts.split(",")]
+        urls = [f"{SCHEMES[scheme]}://{host}" for host in hosts.split(",")]
         for url in urls:
             _check_url(url, "discovery", "ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD")
         variables |= {DISCOVERY: "etcd", ETCD: ",".join(urls)}
@@ -121,7 +121,11 @@ def network_environ(
 def endpoints(environ: Mapping[str, str]) -> list[str]:
     """Return the URLs of etcd; Dynamo's default if none is set."""
     listed = environ.get(ETCD) or "http://localhost:2379"
-    return [one if "://" in one else f"http://{one}" for one in listed.split(",") if one]
+    return [
+        address if "://" in address else f"http://{address}"
+        for address in listed.split(",")
+        if address
+    ]
 
 
 def is_loopback(url: str | None) -> bool:

@@ -62,9 +62,8 @@ class RequestLimits:
                 listed = getattr(owner, field)
                 if not isinstance(listed, list | dict) or len(listed) <= getattr(self, limit):
                     continue
-                if field != "prompt" or not isinstance(
-                    listed[0], int
-                ):  # else the ids of one prompt
+                # A `prompt` of integers is one prompt, not a list of prompts.
+                if field != "prompt" or not isinstance(listed[0], int):
                     raise BadRequest(
                         f"{prefix}{field} lists {len(listed)}: at most {getattr(self, limit)} are "
                         f"taken here (--limit {limit}=NUMBER)",
@@ -86,12 +85,12 @@ _LIMITED: dict[type, Limited] = {}
 
 def _limited(kind: type) -> Limited:
     """Return the fields of COUNTED and NESTED that bodies of this type have."""
-    known = _LIMITED.get(kind)
-    if known is None:
+    limited = _LIMITED.get(kind)
+    if limited is None:
         fields = getattr(kind, "__struct_fields__", ())
         counted = tuple(pair for pair in COUNTED if pair[0] in fields)
-        known = _LIMITED[kind] = (counted, tuple(name for name in NESTED if name in fields))
-    return known
+        limited = _LIMITED[kind] = (counted, tuple(name for name in NESTED if name in fields))
+    return limited
 
 
 def _inner(request: object) -> object:
@@ -110,8 +109,8 @@ def depth(value: Any, limit: int) -> int | None:
     for at in range(limit):
         level = [
             child
-            for each in level
-            for child in (each.values() if type(each) is dict else each)
+            for item in level
+            for child in (item.values() if type(item) is dict else item)
             if type(child) in NESTING
         ]
         if not level:

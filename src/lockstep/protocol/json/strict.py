@@ -48,14 +48,14 @@ def explain(message: str, body: bytes) -> BadRequest:
         field = f"{path}.{missing['name']}".lstrip(".")
         return BadRequest(f"required field {field!r} is missing", param=field)
     try:
-        shown = msgspec.json.encode(_at(msgspec.json.decode(body), path)).decode()
+        excerpt = msgspec.json.encode(_at(msgspec.json.decode(body), path)).decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The part that the typed decoder did not reach may be invalid JSON, or contain a number of
         # 5,000 digits: then no value can be quoted.
         where = path or "body"
         return BadRequest(f"{where} cannot be read: {expected} ({error})", param=where)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return BadRequest(f"{path or 'body'} is {shown}: {expected}", param=path or "body")
+    excerpt = excerpt if len(excerpt) <= 80 else f"{excerpt[:77]}..."
+    return BadRequest(f"{path or 'body'} is {excerpt}: {expected}", param=path or "body")
 
 
 def _at(value: Any, path: str) -> Any:
@@ -88,6 +88,6 @@ def read_biases(raw: dict[str, float] | None, field: str = "logit_bias") -> dict
         return None
     for token in raw:
         if TOKEN_ID.fullmatch(token) is None:
-            shown = token if len(token) <= 40 else f"{token[:37]}..."
-            raise BadRequest(f"{field} has the key {shown!r}: keys are token ids", param=field)
+            excerpt = token if len(token) <= 40 else f"{token[:37]}..."
+            raise BadRequest(f"{field} has the key {excerpt!r}: keys are token ids", param=field)
     return {int(token): bias for token, bias in raw.items()}

@@ -286,9 +286,11 @@ def _tops(
 
 
 def _ranked(items: list[LogprobItem], top: int) -> tuple[Ranked, ...]:
-    known = [Ranked(token, value) for value, token, _ in items if value is not None]
-    known.sort(key=lambda each: -each.logprob)
-    return tuple(Ranked(each.token_id, each.logprob, at) for at, each in enumerate(known[:top], 1))
+    ranked = [Ranked(token, value) for value, token, _ in items if value is not None]
+    ranked.sort(key=lambda entry: -entry.logprob)
+    return tuple(
+        Ranked(entry.token_id, entry.logprob, at) for at, entry in enumerate(ranked[:top], 1)
+    )
 
 
 def _prompt(meta: Meta, request: GenerateRequest) -> list[PromptLogprob | None] | None:
