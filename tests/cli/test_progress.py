@@ -69,7 +69,7 @@ def test_without_a_terminal_nothing_is_said_and_rich_is_not_imported() -> None:
 def test_what_is_not_to_be_shown_is_not_shown_on_a_terminal_either() -> None:
     script = (
         "from lockstep.progress import Progress\n"
-        "with Progress('Counting', 2, shown=False) as bar: bar.advance(); bar.say('x')"
+        "with Progress('Counting', 2, visible=False) as bar: bar.advance(); bar.say('x')"
     )
     assert on_a_terminal([sys.executable, "-c", script]) == (0, "", "")
 
