@@ -10,7 +10,6 @@ Holds for fp32 on a CPU, and for bf16, fp16 and fp32 on a GPU, where the engine'
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import partial
 from importlib.util import find_spec
@@ -42,12 +41,16 @@ from lockstep.engine.numerics.block_shapes import (
     why_unfit,
 )
 from lockstep.engine.numerics.packing import PackedRow
-from lockstep.engine.numerics.plan import make_reproducible, plan, why_not_portable
+from lockstep.engine.numerics.plan import (
+    make_reproducible,
+    plan,
+    warn_of_fallback,
+    why_not_portable,
+)
 from lockstep.engine.numerics.segments import key_ranges, segment_attention, segment_mask
 from lockstep.tokens.errors import NotExact
 from lockstep.tokens.numerics import ArithmeticName, NumericsPlan
 
-log = logging.getLogger(__name__)
 __all__ = [
     "attention",
     "check_plan",
@@ -80,7 +83,7 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     if problem := _unready(products_of(config), head_dim_of(config), portable=portable):
         if strict:
             raise NotExact(problem)
-        log.warning("%s", problem)
+        warn_of_fallback(problem)
     from transformers.activations import SiLUActivation
 
     _register()
@@ -144,7 +147,8 @@ def own_plan(
     if device != "cpu" or dtype != "float32":
         reason = f"exact needs fp32 on a CPU, or a GPU and Triton, not {dtype} on {device}"
         return plan("close", device=device, dtype=dtype, rows=0, reason=reason)
-    problem = _unready(config.products, config.head_dim, portable=portable)
+    if problem := _unready(config.products, config.head_dim, portable=portable):
+        warn_of_fallback(problem)
     name: ArithmeticName = "portable" if portable else "exact"
     return plan(
         "close" if problem else name,

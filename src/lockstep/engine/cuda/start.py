@@ -24,6 +24,7 @@ from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.cuda.table import bucket
 from lockstep.engine.model.arithmetic import Close
+from lockstep.engine.numerics.plan import warn_of_fallback
 from lockstep.engine.sequence import EngineRequest, Event, RequestHandle
 from lockstep.tokens import Completion, LockstepError, Sampling
 from lockstep.tokens.errors import EngineFailure
@@ -192,7 +193,7 @@ def _fall_back_to_close(core: Core, problem: str) -> None:
     """Switch to close arithmetic. Raises EngineFailure when exact was requested."""
     if core.options.arithmetic == "exact":
         raise EngineFailure(f"exact arithmetic does not hold on this GPU: {problem}")
-    log.warning("falling back to close arithmetic: %s", problem)
+    warn_of_fallback(problem)
     core.model.arithmetic = Close()
     core.arithmetic_note = problem
     core.plan = replace(core.plan, arithmetic="close", reason=core.arithmetic_note, fingerprint="")

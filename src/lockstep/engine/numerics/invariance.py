@@ -19,7 +19,7 @@ from lockstep.engine.model.arithmetic import (
 )
 from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.numerics.block_shapes import row_multiple, steady_products, threads, why_unfit
-from lockstep.engine.numerics.plan import why_not_portable
+from lockstep.engine.numerics.plan import warn_of_fallback, why_not_portable
 from lockstep.engine.numerics.trainer_path import trainer_logits
 from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import EngineFailure
@@ -57,7 +57,7 @@ def prove(model: Model, weights: Weights, cache: SlotCache, options: EngineOptio
     if problem := why_not_exact(model, weights, cache):
         if options.arithmetic in ("exact", "portable"):
             raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
-        log.warning("falling back to close arithmetic: %s", problem)
+        warn_of_fallback(problem)
         model.arithmetic, model.row_multiple = Close(), CLOSE_ROW_MULTIPLE
         return f"the self-test failed: {problem}"
     if options.arithmetic == "portable" and (problem := why_not_portable()):

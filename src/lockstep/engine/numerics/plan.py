@@ -103,6 +103,14 @@ def plan(
     )
 
 
+def warn_of_fallback(problem: str) -> None:
+    """Log that this process computes closely although exact arithmetic is offered here.
+
+    Every fallback is logged here, which is where tests watch for fallbacks that they do not expect.
+    """
+    log.warning("falling back to close arithmetic: %s", problem)
+
+
 def why_not_portable() -> str | None:
     """Return why this process does not compute the portable bits, or None if it does.
 

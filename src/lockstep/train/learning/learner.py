@@ -240,9 +240,9 @@ def own_plan(config: TrainConfig) -> NumericsPlan:
     if plan.is_exact and rank and learner.device != "cpu":
         return close(reason="adapters on a GPU are not computed exactly")
     if plan.is_exact and rank and not row_multiple(products.with_lora(rank)):
-        return close(
-            reason=f"matrix products of an adapter of rank {rank} depend on the batch size"
-        )
+        problem = f"matrix products of an adapter of rank {rank} depend on the batch size"
+        numerics.warn_of_fallback(problem)
+        return close(reason=problem)
     return plan
 
 
