@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-processes test-kernels test-cpus test-lowest-torch test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard flakes screenshots environments lint format docs bench chaos soak clean
+.PHONY: demo test test-processes test-kernels test-cpus test-exactness test-lowest-torch test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard flakes screenshots environments lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,10 +15,11 @@ demo: $(VENV)/.ready
 		echo "The demo ended with code $$code: $(BIN)/lockstep doctor says what this machine can do" >&2; \
 		exit $$code; }
 
-# AGAIN=1 runs what failed in a target, one after the other; JOBS=n uses n processes. Each target has a
-# cache of its own, because CI runs two at once and each rewrites its list of failures.
+# AGAIN=1 runs what failed in a target, one after the other; JOBS=n uses n processes; NO_EXACT=1 takes
+# exact arithmetic away. Each target has a cache of its own, because CI runs two at once and each
+# rewrites its list of failures.
 JOBS ?= 2
-PYTEST = $(BIN)/pytest -o cache_dir=.pytest_cache/$@ --durations=10 --durations-min=1 \
+PYTEST = $(BIN)/pytest -o cache_dir=.pytest_cache/$@ --durations=10 --durations-min=1 $(if $(NO_EXACT),--no-exact) \
 	$(if $(AGAIN),--last-failed --last-failed-no-failures none --timeout 600)
 PARALLEL = $(PYTEST) $(if $(AGAIN),,-n $(JOBS) --dist loadscope)
 
@@ -29,7 +30,7 @@ PROCESSES := tests/cli tests/e2e tests/faults tests/check tests/launch tests/tra
 	tests/deploy/test_metrics_and_probes.py
 
 # What has a target of its own below.
-APART := $(PROCESSES) tests/engine/cuda tests/cpus tests/docs tests/engines tests/clients tests/agents \
+APART := $(PROCESSES) tests/engine/cuda tests/cpus tests/exactness tests/docs tests/engines tests/clients tests/agents \
 	tests/trainers tests/sinks tests/scale tests/browser
 
 test: $(VENV)/.ready
@@ -45,6 +46,10 @@ test-kernels: $(VENV)/.ready
 # The self-test and short demos on every kind of CPU that this one can play.
 test-cpus: $(VENV)/.ready
 	$(PARALLEL) tests/cpus
+
+# The guard against undeclared close arithmetic, and the exact-only tests on other kinds of CPU and on none.
+test-exactness: $(VENV)/.ready
+	$(PYTEST) $(if $(AGAIN),,-n $(JOBS)) tests/exactness
 
 # Tests of arithmetic on the lowest torch that pyproject.toml allows; before a release.
 LOWEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)

@@ -21,6 +21,8 @@ from tests import tokenizers
 from tests.memory import PeakMemory
 from tests.processes import WorkerProcess
 
+pytest_plugins = ["tests.exactness.guard"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     home = tempfile.mkdtemp(prefix="lockstep-tests-")
@@ -49,16 +51,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # or libraries report as leaks what they would have let go
-
-
-@pytest.fixture(scope="session")
-def requires_exact() -> None:
-    """For tests of exactness: skips, with the machine's own reason, where it cannot be had."""
-    from lockstep.engine.numerics import selftest
-
-    report = selftest.run("tiny", module=False)
-    if not report.exact:
-        pytest.skip(f"no exact arithmetic here: {report.problem}")
 
 
 @pytest.fixture(scope="session")

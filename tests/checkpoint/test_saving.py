@@ -42,6 +42,7 @@ def served(name: str) -> Path:
     return directory
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.parametrize("name", BUNDLED)
 @pytest.mark.parametrize("size", ["5GB", "500KB"])
 def test_a_saved_model_is_a_checkpoint_of_the_served_one(
@@ -57,6 +58,7 @@ def test_a_saved_model_is_a_checkpoint_of_the_served_one(
     assert not list(path.glob("*.tmp"))
 
 
+@pytest.mark.exact_arithmetic
 def test_a_saved_model_loads_in_transformers_again(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -68,11 +70,13 @@ def test_a_saved_model_loads_in_transformers_again(tmp_path: Path) -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.exact_arithmetic
 def test_a_probe_may_be_left_out(tmp_path: Path) -> None:
     path = save_checkpoint(exact_model("tiny"), tmp_path, probe=False)
     assert Checkpoint.validate(path).probe is None
 
 
+@pytest.mark.exact_arithmetic
 def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     path = save_checkpoint(exact_model("tiny"), tmp_path / "step")
     before = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -117,6 +121,7 @@ def test_a_probe_carries_what_the_model_said_before_its_last_step(tmp_path: Path
     assert repr(Probe.read(tmp_path / "probe.safetensors")) == repr(mixed)
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F48")
 def test_contents_that_changed_after_they_were_written_are_named(tmp_path: Path) -> None:
     path = save_checkpoint(exact_model("tiny"), tmp_path / "step", sequences=[[1, 2, 3]])
@@ -140,6 +145,7 @@ def test_two_rows_that_change_places_are_other_weights(tmp_path: Path) -> None:
     assert Checkpoint.validate(path).digest != Checkpoint.validate(served("tiny")).digest
 
 
+@pytest.mark.exact_arithmetic
 def test_sequences_of_the_trainer_are_checked(tmp_path: Path) -> None:
     with pytest.raises(BadTokenId, match=r"sequences\[1\]\[2\] is 512"):
         write_probe(exact_model("tiny"), tmp_path, sequences=[[1, 2], [1, 2, 512]])
@@ -193,6 +199,7 @@ class Killer:
             self.directory = None
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F34")
 def test_a_trainer_killed_at_any_moment_leaves_nothing_that_validates(tmp_path: Path) -> None:
     model, killer = exact_model("tiny"), Killer()

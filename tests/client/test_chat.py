@@ -37,6 +37,7 @@ async def tool_turn(policy: lockstep.Policy, **options: Any) -> tuple[lockstep.C
     raise AssertionError("no tool call in 60 conversations")
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F19")
 @pytest.mark.failure_mode("F44")
 async def test_a_three_turn_tool_conversation_scores_again_bit_for_bit(
@@ -110,6 +111,7 @@ async def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
     assert (await chat.send("Reverse: 34")).bridged
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F12")
 async def test_an_aborted_turn_is_kept_not_trained_on_and_continued(
     policy: lockstep.Policy, worker: WorkerProcess

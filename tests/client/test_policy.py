@@ -35,6 +35,7 @@ async def test_ids_give_completions_and_messages_give_turns(policy: lockstep.Pol
     assert same.prompt_ids == turn.prompt_ids
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F11")
 async def test_n_choices_come_in_order_and_each_with_its_own(policy: lockstep.Policy) -> None:
     turns = await policy.generate("Reverse: 40213", n=4, seed=1)
@@ -57,6 +58,7 @@ async def test_a_stream_ends_with_the_completion_that_generate_gives(
     assert [v for delta in deltas for v in delta.logprobs] == whole[0].logprobs
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F46")
 async def test_scores_say_their_temperature_and_version(policy: lockstep.Policy) -> None:
     plain = await policy.score(IDS)
@@ -74,6 +76,7 @@ async def test_scores_say_their_temperature_and_version(policy: lockstep.Policy)
         await policy.score([5])
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F71")
 async def test_sampled_tokens_score_again_with_every_option_they_were_sampled_with(
     policy: lockstep.Policy,
@@ -113,6 +116,7 @@ async def test_turns_of_different_temperature_make_no_sample(policy: lockstep.Po
     assert [sample.temperature for sample in chat.samples()] == [1.0, 0.5]
 
 
+@pytest.mark.exact_arithmetic
 async def test_map_keeps_the_order_and_bounds_concurrency(policy: lockstep.Policy) -> None:
     prompts = [f"Reverse: {number}" for number in range(100, 140)]
     results = await policy.map(prompts, concurrency=8, temperature=0.0, progress=True)

@@ -14,6 +14,7 @@ import pytest
 from lockstep.train.learning.exactness import CLOSE_BOUND
 from tests.train.demo.test_demo import run
 
+pytestmark = pytest.mark.close_arithmetic("some of the CPUs played here are not exact")
 SHORT = ("--steps", "4", "--groups", "2", "--eval-prompts", "8", "--run-dir", "run")
 CLOSE = ("--worker-args", "--arithmetic close")
 FORCED = ("MKL_ENABLE_INSTRUCTIONS=AVX2", "MKL_ENABLE_INSTRUCTIONS=SSE4_2",

@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lockstep.engine.numerics.mkl_choice import cpu_flags, vendor
-from tests.engine.machine import child, self_test
+from tests.engine.machine import FORCED, child, self_test
 
-FORCED = {
-    "as it is": {},
-    "MKL as on AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    "MKL as on SSE4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    "torch without vectors": {"ATEN_CPU_CAPABILITY": "default"},
-    "oneDNN as on AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "MKL in the mode for all makes": {"MKL_CBWR": "COMPATIBLE"},
-    "MKL in its default mode": {"MKL_CBWR": "OFF"},
-}
+pytestmark = pytest.mark.close_arithmetic("some of the CPUs played here are not exact")
 
 
 def measured_exact() -> bool:

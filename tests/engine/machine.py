@@ -11,6 +11,16 @@ from typing import Any
 
 DECIDING = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
             "ONEDNN_MAX_CPU_ISA_CHECKED")  # fmt: skip
+FORCED = {
+    "as it is": {},
+    "MKL as on AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "MKL as on SSE4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "torch without vectors": {"ATEN_CPU_CAPABILITY": "default"},
+    "oneDNN as on AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "MKL in the mode for all makes": {"MKL_CBWR": "COMPATIBLE"},
+    "MKL in its default mode": {"MKL_CBWR": "OFF"},
+}
+"""Kinds of x86 CPU that this one can play, by the variables that make it do so."""
 SELF_TEST = """
 import json, sys
 from lockstep.engine.numerics import selftest

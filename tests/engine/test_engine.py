@@ -18,6 +18,7 @@ from tests.engine.rig import Rig, ids, request
 from tests.engine.running import LONG, start, until_running
 
 
+@pytest.mark.exact_arithmetic
 async def test_concurrent_requests_give_the_same_results_as_alone(
     engine: Engine, tiny: Path
 ) -> None:

@@ -32,6 +32,7 @@ def test_abort_ends_all_requests_with_their_partial_tokens(rig: Rig) -> None:
     assert rig.idle
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F12")
 def test_an_aborted_request_can_be_continued_token_exactly(rig: Rig) -> None:
     prompt = ids(1, 20)
@@ -124,6 +125,7 @@ def test_a_drain_ends_when_the_last_request_is_dropped(rig: Rig, end: str) -> No
     assert rig.idle
 
 
+@pytest.mark.exact_arithmetic
 def test_resume_after_keep_continues_unchanged(rig: Rig, tiny: Path) -> None:
     alone = Rig(tiny).generate(ids(1, 20), max_tokens=20)
     result = rig.submit(ids(1, 20), max_tokens=20)

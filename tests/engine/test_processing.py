@@ -40,6 +40,7 @@ def rig(tiny: Path) -> Rig:
     return Rig(tiny, logprob_mode="processed", max_batch_tokens=64)
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F71")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_trainer_scores_processed_logprobs_again_bit_for_bit(
@@ -53,6 +54,7 @@ def test_a_trainer_scores_processed_logprobs_again_bit_for_bit(
     assert again[-len(completion.token_ids) :].tolist() == completion.logprobs
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F71")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_engine_scores_processed_logprobs_again_bit_for_bit(
@@ -68,12 +70,14 @@ def test_the_engine_scores_processed_logprobs_again_bit_for_bit(
     assert [one.logprob for one in scored[len(prompt) :] if one] == completion.logprobs
 
 
+@pytest.mark.exact_arithmetic
 def test_raw_logprobs_ignore_all_options(rig: Rig) -> None:
     completion = rig.generate(ids(33, 40), logprob_mode="raw", **OPTIONS[-1])
     whole = [*completion.prompt_ids, *completion.token_ids]
     assert completion.logprobs == checkpoints.reference(rig.directory, whole)[-8:]
 
 
+@pytest.mark.exact_arithmetic
 def test_gradients_flow_through_every_option(rig: Rig) -> None:
     completion = rig.generate(ids(34, 40), max_tokens=12, **OPTIONS[-1])
     model = checkpoints.trainer(rig.directory)

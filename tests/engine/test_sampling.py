@@ -51,6 +51,7 @@ def test_another_seed_gives_other_tokens_and_none_gives_a_fresh_one(rig: Rig) ->
     assert len(set(outputs)) == 4
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F11")
 def test_choices_are_distinct_matched_by_index_and_each_has_its_own_logprobs(rig: Rig) -> None:
     prompt = ids(3, 50)
@@ -64,6 +65,7 @@ def test_choices_are_distinct_matched_by_index_and_each_has_its_own_logprobs(rig
         assert choice.logprobs == expected
 
 
+@pytest.mark.exact_arithmetic
 def test_choices_of_a_seed_do_not_depend_on_how_many_fit_at_once(rig: Rig, tiny: Path) -> None:
     narrow = Rig(tiny, max_seqs=2)
     wide, few = (r.submit(ids(3, 50), n=5, seed=4, max_tokens=12) for r in (rig, narrow))
@@ -72,6 +74,7 @@ def test_choices_of_a_seed_do_not_depend_on_how_many_fit_at_once(rig: Rig, tiny:
     assert few.completions == wide.completions
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.parametrize("length", [1, 9, 100])
 def test_later_choices_copy_the_whole_prompt_of_the_first(rig: Rig, length: int) -> None:
     rig.forget_prefixes()
@@ -87,6 +90,7 @@ def test_later_choices_copy_the_whole_prompt_of_the_first(rig: Rig, length: int)
     assert [replace(each, index=0) for each in result.completions] == alone
 
 
+@pytest.mark.exact_arithmetic
 def test_no_choice_copies_a_prompt_computed_by_older_weights(tiny: Path, tiny2: Path) -> None:
     """A weight swap restarts a later choice first when its slot is before that of the first
     choice."""
@@ -195,6 +199,7 @@ def test_each_token_has_alternatives_and_a_rank(rig: Rig) -> None:
     assert rig.generate(ids(10, 20)).top_logprobs is None
 
 
+@pytest.mark.exact_arithmetic
 def test_raw_logprobs_are_of_the_untouched_model(rig: Rig) -> None:
     odd: dict[str, Any] = {"temperature": 0.5, "top_k": 7, "logit_bias": {3: 2.0}}
     completion = rig.generate(ids(11, 20), **odd)
@@ -203,6 +208,7 @@ def test_raw_logprobs_are_of_the_untouched_model(rig: Rig) -> None:
     assert (completion.logprob_mode, completion.temperature) == ("raw", 0.5)
 
 
+@pytest.mark.exact_arithmetic
 def test_greedy_processed_logprobs_are_of_the_untempered_model(rig: Rig) -> None:
     completion = rig.generate(ids(11, 20), temperature=0, logprob_mode="processed", logprobs=1)
     assert (

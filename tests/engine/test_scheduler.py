@@ -103,6 +103,7 @@ def test_a_length_beyond_the_models_is_rejected(tiny: Path, length: int) -> None
         Rig(tiny, max_model_len=length)
 
 
+@pytest.mark.exact_arithmetic
 def test_slots_stay_dense_when_one_in_the_middle_leaves(tiny: Path) -> None:
     rig = Rig(tiny, max_seqs=5)
     alone = [Rig(tiny).generate(ids(i, 20 + i), max_tokens=20) for i in range(5)]

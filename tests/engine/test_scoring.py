@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.engine.rig import Rig, ids
+
+pytestmark = pytest.mark.exact_arithmetic
 
 
 def test_sequences_score_equally_together_and_alone(tiny: Path) -> None:

@@ -154,6 +154,7 @@ async def test_pause_abort_ends_requests_with_their_partial_tokens(worker: Worke
         assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F12")
 async def test_an_aborted_completion_is_continued_token_exactly(worker: WorkerProcess) -> None:
     (task,) = await in_flight(worker)
@@ -235,6 +236,7 @@ async def test_commit_of_another_version_than_staged_is_rejected(
     await worker.control("rollback")
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F43")
 async def test_tokens_carry_the_version_they_were_sampled_under(
     worker: WorkerProcess, checkpoint: Checkpoint

@@ -145,6 +145,7 @@ async def test_prompt_logprobs_are_those_of_the_prompt_tokens(worker: WorkerProc
         assert min(e["rank"] for e in entry.values()) == 1
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F44")
 async def test_sampled_logprobs_score_again_bit_for_bit(worker: WorkerProcess) -> None:
     _, body = await worker.generate(PROMPT, max_tokens=40, logprobs=0, seed=2, ignore_eos=True)
@@ -307,7 +308,7 @@ async def test_models_health_and_metrics(worker: WorkerProcess) -> None:
 
 
 @pytest.mark.failure_mode("F70")
-@pytest.mark.usefixtures("requires_exact")
+@pytest.mark.exact_arithmetic
 async def test_the_model_card_has_the_numerics_plan(worker: WorkerProcess) -> None:
     """A trainer in another environment could not compare its plan otherwise."""
     directory = bundled("tiny")

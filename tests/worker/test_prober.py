@@ -22,6 +22,7 @@ async def engine() -> AsyncIterator[Engine]:
         yield running
 
 
+@pytest.mark.exact_arithmetic
 async def test_a_probe_does_not_block_the_engine_unless_it_is_paused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +45,7 @@ async def test_slots_are_sized_for_the_scored_sequences(engine: Engine, length: 
     assert (await Prober(engine).score_all(sequences)).logprobs == expected
 
 
+@pytest.mark.exact_arithmetic
 async def test_staged_weights_score_as_in_the_engine_and_are_not_kept_alive(
     engine: Engine, checkpoint: Callable[..., Path]
 ) -> None:
@@ -85,6 +87,7 @@ async def test_bad_sequences_are_rejected_as_by_the_engine(engine: Engine) -> No
                 await scorer.score_all(wrong)
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F28")
 @pytest.mark.parametrize("paused", [False, True])
 async def test_only_the_weights_that_were_scored_are_committed_as_proved(

@@ -52,6 +52,7 @@ def test_a_salt_or_an_adapter_shares_nothing_with_others(rig: Rig, other: dict[s
     assert hits_of(rig, cache_salt="None") == 0
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F27")
 def test_blocks_of_old_weights_are_never_hit_again(rig: Rig, tiny2: Path) -> None:
     assert hits_of(rig) == 0
@@ -84,6 +85,7 @@ def test_skipping_the_cache_reads_nothing(rig: Rig) -> None:
     assert rig.generate(PROMPT, skip_prefix_cache=True) == first
 
 
+@pytest.mark.exact_arithmetic
 def test_prompt_logprobs_are_computed_not_cached(rig: Rig) -> None:
     rig.generate(PROMPT)
     before = rig.core.prefixes.hits
@@ -94,6 +96,7 @@ def test_prompt_logprobs_are_computed_not_cached(rig: Rig) -> None:
     )
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.parametrize("blocks", [0, 1, 3, 9])
 def test_results_are_right_with_a_cache_of_any_size(tiny: Path, blocks: int) -> None:
     whole = Rig(tiny)

@@ -71,7 +71,7 @@ def write(config: PretrainedConfig, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.usefixtures("requires_exact")
+@pytest.mark.exact_arithmetic
 @pytest.mark.parametrize("make", [qwen2, llama3, qwen3, qwen3_moe])
 def test_a_random_model_has_the_logprobs_of_transformers(
     make: Callable[[], PretrainedConfig], tmp_path: Path

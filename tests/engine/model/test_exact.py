@@ -16,12 +16,12 @@ from lockstep.tokens.errors import BadRequest
 from tests.engine import checkpoints
 from tests.engine.rig import Result, Rig, ids
 
-pytestmark = pytest.mark.usefixtures("requires_exact")
+pytestmark = pytest.mark.exact_arithmetic
 BATCHES = (1, 3, 33)
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny-moe"])
-def rig(request: pytest.FixtureRequest, requires_exact: None) -> Rig:
+def rig(request: pytest.FixtureRequest) -> Rig:
     directory: Path = request.getfixturevalue({"tiny": "tiny", "tiny-moe": "moe"}[request.param])
     # A budget of 48 tokens cuts prompts into chunks while other requests decode.
     return Rig(directory, arithmetic="exact", max_seqs=33, max_batch_tokens=48)
@@ -207,7 +207,7 @@ def test_a_trainer_in_any_number_of_threads_has_the_bits_of_the_engine(
 
 
 @pytest.fixture(scope="module")
-def odd_widths(requires_exact: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Any]:
+def odd_widths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Any]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)

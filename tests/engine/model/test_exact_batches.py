@@ -15,7 +15,7 @@ from lockstep.tokens.errors import NotExact
 from tests.engine import checkpoints
 from tests.engine.rig import ids
 
-pytestmark = pytest.mark.usefixtures("requires_exact")
+pytestmark = pytest.mark.exact_arithmetic
 LENGTHS = (5, 37, 1, 18, 64)
 WIDTH = 71  # of no multiple
 

@@ -33,6 +33,7 @@ def copy(lora_a: Path, tmp_path: Path) -> Path:
     return shutil.copytree(lora_a, tmp_path / "copy")
 
 
+@pytest.mark.exact_arithmetic
 def test_adapters_and_base_in_one_batch_give_the_same_results_as_alone(rig: Rig) -> None:
     names = [None, "a", "b", None, "a", "b"]
     alone = [rig.generate(ids(i, 20 + 9 * i), adapter=n, seed=i) for i, n in enumerate(names)]
@@ -75,6 +76,7 @@ def test_an_adapter_of_a_tied_head_changes_logits_and_not_the_embeddings(
     assert torch.equal(logits[[1, 2]], plain[[1, 2]])
 
 
+@pytest.mark.exact_arithmetic
 def test_an_adapted_head_samples_and_scores_equally_alone_and_in_a_batch(
     rig: Rig, copy: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_requests_in_flight_keep_the_adapter_they_started_with(rig: Rig, lora_b:
     assert isinstance(fresh.error, UnknownModel) or "a@2." in fresh.one.versions[0].version
 
 
+@pytest.mark.exact_arithmetic
 def test_a_weight_swap_keeps_the_adapter(rig: Rig, tiny2: Path) -> None:
     result = rig.submit(PROMPT, adapter="b", max_tokens=16)
     rig.run(5)

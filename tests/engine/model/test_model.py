@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.engine.model.model import Segment
 from tests.engine.rig import Rig, ids
 
-pytestmark = pytest.mark.usefixtures("requires_exact")
+pytestmark = pytest.mark.exact_arithmetic
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def routed(directory: Path, token_ids: list[int]) -> npt.NDArray[np.integer]:
     return torch.stack(top, dim=1)[: len(token_ids)].numpy()
 
 
-@pytest.mark.usefixtures("requires_exact")
+@pytest.mark.exact_arithmetic
 def test_rows_are_the_routers_choices(rig: Rig, moe: Path) -> None:
     completion = rig.generate(PROMPT, experts_start=0, max_tokens=20)
     assert completion.experts is not None
@@ -64,6 +64,7 @@ def test_rows_are_returned_only_on_request(rig: Rig) -> None:
     assert rig.idle
 
 
+@pytest.mark.exact_arithmetic
 def test_rows_are_the_same_through_prefix_hits_and_chunks(rig: Rig, moe: Path) -> None:
     whole = Rig(moe, weight_version="v1", max_batch_tokens=4096).generate(
         PROMPT, experts_start=0, max_tokens=20
@@ -79,6 +80,7 @@ def test_rows_are_the_same_through_prefix_hits_and_chunks(rig: Rig, moe: Path) -
     assert all(result.ended for result in crowd)
 
 
+@pytest.mark.exact_arithmetic
 def test_each_choice_has_its_own_rows(rig: Rig, moe: Path) -> None:
     result = rig.submit(PROMPT, n=5, experts_start=0, max_tokens=6, temperature=3.0)
     rig.run()
@@ -87,6 +89,7 @@ def test_each_choice_has_its_own_rows(rig: Rig, moe: Path) -> None:
         assert (completion.experts.numpy() == routed(moe, PROMPT + completion.token_ids)[:-1]).all()
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.parametrize("swaps", [1, 2])
 def test_a_swap_keeps_the_rows_of_tokens_sampled_before_it(
     rig: Rig, moe: Path, moe2: Path, swaps: int
@@ -110,6 +113,7 @@ def test_a_swap_keeps_the_rows_of_tokens_sampled_before_it(
     assert (rows[forwarded:] == routed(moe2, whole)[forwarded:-1]).all()
 
 
+@pytest.mark.exact_arithmetic
 def test_an_abort_after_a_swap_still_has_its_rows(rig: Rig, moe: Path, moe2: Path) -> None:
     result = rig.submit(PROMPT, experts_start=0, max_tokens=20)
     rig.run(8)

@@ -120,6 +120,7 @@ def clear() -> None:
         cached.cache_clear()
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.usefixtures("odd_products")
 def test_the_row_multiple_is_the_smallest_that_keeps_the_bits() -> None:
     assert row_multiple(SMALL) == 16
@@ -155,7 +156,7 @@ def test_a_small_multiple_requires_loops_that_end_with_whole_registers(
     assert actual % fewest == 0
 
 
-@pytest.mark.usefixtures("requires_exact")
+@pytest.mark.exact_arithmetic
 def test_engine_and_trainer_find_the_same_products(tiny: Path, moe: Path) -> None:
     for directory in (tiny, moe):
         config = ModelConfig.read(directory)

@@ -22,7 +22,7 @@ from lockstep.tokens.errors import NotExact
 from tests.engine.rig import Rig
 
 
-@pytest.mark.usefixtures("requires_exact")
+@pytest.mark.exact_arithmetic
 def test_engine_and_trainer_have_the_same_plan(tiny: Path, moe: Path) -> None:
     for directory in (tiny, moe):
         plan, own = Rig(directory).core.plan, exact.own_plan(directory)
@@ -31,7 +31,7 @@ def test_engine_and_trainer_have_the_same_plan(tiny: Path, moe: Path) -> None:
         assert msgspec.convert(json.loads(json.dumps(plan.to_json())), type(plan)) == plan
 
 
-@pytest.mark.usefixtures("requires_exact")
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F70")
 def test_a_worker_with_other_bits_is_rejected_before_the_first_step(tiny: Path) -> None:
     own = exact.own_plan(tiny)

@@ -14,6 +14,8 @@ from lockstep.engine import exact
 from lockstep.engine.numerics.packing import pack
 from lockstep.models import bundled
 
+pytestmark = pytest.mark.exact_arithmetic
+
 
 @pytest.fixture(scope="module", params=("tiny", "tiny-moe"))
 def model(request: pytest.FixtureRequest) -> Any:

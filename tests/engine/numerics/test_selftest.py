@@ -28,6 +28,7 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(arithmetic, "exact_attention", noisy)
 
 
+@pytest.mark.close_arithmetic("attention is replaced by one whose bits depend on the batch")
 @pytest.mark.usefixtures("broken")
 def test_auto_falls_back_to_close_with_a_reason(
     tiny: Path, caplog: pytest.LogCaptureFixture
@@ -46,7 +47,7 @@ def test_exact_refuses_to_start(tiny: Path) -> None:
         Rig(tiny, arithmetic="exact")
 
 
-@pytest.mark.usefixtures("requires_exact")
+@pytest.mark.exact_arithmetic
 def test_auto_is_exact_where_the_test_passes(tiny: Path, moe: Path) -> None:
     for directory in (tiny, moe):
         rig = Rig(directory, arithmetic="auto")
@@ -54,7 +55,7 @@ def test_auto_is_exact_where_the_test_passes(tiny: Path, moe: Path) -> None:
         assert rig.core.arithmetic_note == ""
 
 
-@pytest.mark.usefixtures("requires_exact")
+@pytest.mark.exact_arithmetic
 def test_the_self_test_works_in_a_short_context_and_with_one_slot(tiny: Path) -> None:
     rig = Rig(tiny, arithmetic="exact", max_model_len=16, max_seqs=1)
     assert len(rig.generate(ids(1, 15)).token_ids) == 1
@@ -95,6 +96,8 @@ def test_swiglu_has_the_bits_of_a_separate_gate(width: int) -> None:
     assert torch.equal(arithmetic.swiglu(rows), torch.nn.functional.silu(gate) * up)
 
 
+@pytest.mark.exact_arithmetic
+@pytest.mark.close_arithmetic("the trainer's attention is replaced by one with other bits")
 @pytest.mark.failure_mode("F65")
 def test_a_trainer_with_other_bits_is_found_at_start_up(
     tiny: Path, monkeypatch: pytest.MonkeyPatch

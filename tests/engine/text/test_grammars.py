@@ -90,6 +90,7 @@ def test_other_kinds_of_grammars_are_followed(rig: Rig) -> None:
         assert isinstance(json.loads(text_of(rig, anything)), dict)
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F67")
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
 def test_processed_logprobs_are_after_the_mask_and_score_again_bit_for_bit(
@@ -107,6 +108,7 @@ def test_processed_logprobs_are_after_the_mask_and_score_again_bit_for_bit(
         sample_logprobs(checkpoints.trainer(rig.directory), [sample])
 
 
+@pytest.mark.exact_arithmetic
 def test_the_engine_recomputes_processed_logprobs(rig: Rig) -> None:
     completion = held(rig, JSON)
     prompt = list(completion.prompt_ids)
@@ -123,6 +125,7 @@ def held_score(rig: Rig, token_ids: list[int], start: int, grammar: Grammar = JS
     return [one.logprob for one in completion.prompt_logprobs[start:] if one is not None]
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F67")
 def test_raw_logprobs_stay_those_of_the_free_model(rig: Rig) -> None:
     completion = held(rig, JSON, logprob_mode="raw")
@@ -262,6 +265,7 @@ def thinking(rig: Rig, opened: str = "") -> tuple[list[int], Grammar]:
     return prompt, with_thought(renderer, prompt, calls)
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F67")
 def test_a_required_call_after_a_thought_is_rescored_bit_for_bit(rig: Rig) -> None:
     prompt, grammar = thinking(rig, "<think>\n")
@@ -277,6 +281,7 @@ def test_a_required_call_after_a_thought_is_rescored_bit_for_bit(rig: Rig) -> No
     assert again == completion.logprobs
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F67")
 @pytest.mark.parametrize(
     "thought", [None, "", "\n\n", "\nHm, a <tool_call>?\n", "\n" + "so, " * 90]

@@ -37,6 +37,7 @@ def test_a_request_fails_and_names_the_version(rig: Rig, overflowing: Path) -> N
     assert rig.idle
 
 
+@pytest.mark.exact_arithmetic
 def test_its_slots_are_clean_for_the_next_request(rig: Rig, tiny: Path, overflowing: Path) -> None:
     rig.load(overflowing, "bad")
     for i in range(3):
@@ -50,6 +51,7 @@ def test_its_slots_are_clean_for_the_next_request(rig: Rig, tiny: Path, overflow
         assert result.one.logprobs == checkpoints.reference(tiny, whole)[-8:]
 
 
+@pytest.mark.exact_arithmetic
 def test_a_request_dropped_midway_leaves_no_trace(rig: Rig, tiny: Path, overflowing: Path) -> None:
     rig.load(overflowing, "bad")
     result = rig.submit(ids(1, 200))
@@ -63,6 +65,7 @@ def test_a_request_dropped_midway_leaves_no_trace(rig: Rig, tiny: Path, overflow
     )
 
 
+@pytest.mark.exact_arithmetic
 def test_scoring_it_is_an_error_and_does_not_spoil_later_scores(
     rig: Rig, tiny: Path, overflowing: Path
 ) -> None:
@@ -72,6 +75,7 @@ def test_scoring_it_is_an_error_and_does_not_spoil_later_scores(
     assert rig.core.score(ids(2, 20)) == checkpoints.reference(tiny, ids(2, 20))
 
 
+@pytest.mark.exact_arithmetic
 def test_the_good_requests_of_a_step_survive_the_bad_ones(
     tiny: Path, tmp_path: Path, rig: Rig
 ) -> None:

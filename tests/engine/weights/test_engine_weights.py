@@ -19,6 +19,7 @@ from tests.engine.rig import ids, request
 from tests.engine.running import LONG, score
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F43")
 async def test_keep_stage_score_commit_resume(engine: Engine, tiny: Path, tiny2: Path) -> None:
     """A complete update, with a request that is in flight throughout."""

@@ -26,6 +26,7 @@ def check_spans(completion: Completion, weights: dict[str, Path]) -> None:
         assert completion.logprobs[span.start : span.end] == expected[span.start : span.end]
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F43")
 @pytest.mark.failure_mode("F27")
 @pytest.mark.parametrize("paused", [True, False])
@@ -51,6 +52,7 @@ def test_tokens_before_and_after_a_swap_have_their_own_versions(
         check_spans(completion, {"v1": tiny, "v2": tiny2})
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F27")
 def test_a_swap_during_a_prefill_restarts_the_prompt(rig: Rig, tiny: Path, tiny2: Path) -> None:
     result = rig.submit(ids(1, 200), prompt_logprobs=0)
@@ -65,6 +67,7 @@ def test_a_swap_during_a_prefill_restarts_the_prompt(rig: Rig, tiny: Path, tiny2
     assert completion.logprobs == expected[199:]
 
 
+@pytest.mark.exact_arithmetic
 def test_swaps_back_and_forth_stay_exact(rig: Rig, tiny: Path, tiny2: Path) -> None:
     result = rig.submit(ids(1, 40), max_tokens=40)
     rig.run(6)
@@ -80,6 +83,7 @@ def test_swaps_back_and_forth_stay_exact(rig: Rig, tiny: Path, tiny2: Path) -> N
     check_spans(result.one, {"v1": tiny, "v2": tiny2, "v4": tiny})
 
 
+@pytest.mark.exact_arithmetic
 def test_choices_that_start_after_a_swap_have_the_new_version(
     rig: Rig, tiny: Path, tiny2: Path
 ) -> None:
@@ -131,6 +135,7 @@ def test_a_minimum_version_is_met_by_it_and_later_ones(rig: Rig, tiny2: Path) ->
         rig.submit(ids(1, 20), min_weight_version="v2")
 
 
+@pytest.mark.exact_arithmetic
 def test_one_commit_can_be_undone_once(rig: Rig, tiny: Path, tiny2: Path) -> None:
     with pytest.raises(Conflict, match="nothing to roll back"):
         rig.core.rollback()
@@ -143,6 +148,7 @@ def test_one_commit_can_be_undone_once(rig: Rig, tiny: Path, tiny2: Path) -> Non
         rig.core.rollback()
 
 
+@pytest.mark.exact_arithmetic
 def test_scoring_staged_weights_disturbs_nothing(rig: Rig, tiny: Path, tiny2: Path) -> None:
     alone = Rig(tiny, weight_version="v1").generate(ids(1, 40), max_tokens=20)
     staged = rig.core.served.load_weights(tiny2, "v2")

@@ -169,6 +169,7 @@ def test_another_config_is_rejected_even_when_the_tensors_fit(
         rig.core.served.load_weights(tmp_path, "v2")
 
 
+@pytest.mark.exact_arithmetic
 def test_a_checkpoint_without_a_config_is_accepted(rig: Rig, tiny2: Path, tmp_path: Path) -> None:
     checkpoints.save(tiny2, tmp_path, checkpoints.tensors_of(tiny2))
     (tmp_path / "config.json").unlink()
@@ -176,6 +177,7 @@ def test_a_checkpoint_without_a_config_is_accepted(rig: Rig, tiny2: Path, tmp_pa
     assert rig.core.score(PROBE, weights=loaded) == checkpoints.reference(tiny2, PROBE)
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.parametrize("model", ["tiny", "moe"])
 def test_an_update_by_name_gives_exactly_the_model_with_that_tensor(
     model: str, request: pytest.FixtureRequest, tmp_path: Path
@@ -199,6 +201,7 @@ def test_an_update_by_name_gives_exactly_the_model_with_that_tensor(
     assert rig.core.score(PROBE) == checkpoints.reference(directory, PROBE)
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
 def test_a_tied_head_follows_the_embedding_under_either_name(
     rig: Rig, live: Weights, tiny: Path, tiny2: Path, tmp_path: Path, name: str

@@ -21,7 +21,7 @@ from tests.engine import checkpoints
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MODELS = ("tiny", "tiny-moe", "untied")
-pytestmark = pytest.mark.usefixtures("requires_exact")
+pytestmark = pytest.mark.exact_arithmetic
 Tensors = dict[str, Tensor]
 
 

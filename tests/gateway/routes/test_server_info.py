@@ -47,6 +47,7 @@ async def test_the_server_says_what_it_is_in_vllm_s_shape(http: httpx.AsyncClien
     assert text.json()["error"]["param"] == "config_format"
 
 
+@pytest.mark.exact_arithmetic
 async def test_a_rendered_chat_samples_what_the_chat_samples(http: httpx.AsyncClient) -> None:
     chat = {"model": "tiny", "messages": QUESTION, "seed": 3, "max_tokens": 6, "logprobs": True,
             "return_token_ids": True}  # fmt: skip

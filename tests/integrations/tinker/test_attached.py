@@ -18,6 +18,8 @@ from lockstep.tokens.errors import BadRequest, UpdateFailed
 from lockstep.tokens.numerics import NumericsPlan
 from tests.integrations.tinker.training.test_training_model import load
 
+pytestmark = pytest.mark.exact_arithmetic
+
 ALL = LoraSettings(rank=8)
 
 

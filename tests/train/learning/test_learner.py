@@ -20,6 +20,8 @@ from lockstep.train.config import LearnerConfig, TrainConfig
 from lockstep.train.learning.learner import Learner
 from tests.train.rollouts import batch, engine, relabelled, sampled
 
+pytestmark = pytest.mark.exact_arithmetic
+
 
 def config(model: str = "tiny", **learner: Any) -> TrainConfig:
     return TrainConfig(model=model, learner=LearnerConfig(micro_batch=3, **learner))

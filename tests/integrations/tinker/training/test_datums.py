@@ -45,6 +45,7 @@ def score(model: Any, batch: list[TrainingSequence], multiple: int) -> list[torc
         )
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.parametrize("depth", [1, 3])
 def test_packed_datums_have_the_bits_of_padded_ones(
     model: Any, depth: int, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +59,7 @@ def test_packed_datums_have_the_bits_of_padded_ones(
         assert torch.equal(own, other)
 
 
+@pytest.mark.exact_arithmetic
 def test_a_prompt_of_several_datums_is_computed_once(model: Any) -> None:
     batch = [sequence(0, at, 6) for at in range(8)]
     seen: list[int] = []

@@ -24,6 +24,8 @@ from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from tests.engine.rig import Rig, ids
 
+pytestmark = pytest.mark.exact_arithmetic
+
 STEP = AdamParams(learning_rate=1e-2)
 
 
