@@ -78,7 +78,6 @@ def real_tokenizer() -> Callable[[str], Path]:
     """A real tokenizer's directory; the test is skipped where it cannot be had."""
 
     def obtain(name: str) -> Path:
-        tokenizers.forget_loaded(but=name)
         try:
             place: Path = tokenizers.directory(name)
         except tokenizers.Unobtainable as why:

