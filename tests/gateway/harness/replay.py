@@ -77,7 +77,7 @@ class _Prompter(Script):
 
     def say(self, rule: Rule) -> None:
         self.rules[:] = [rule]
-        self._taken[:] = [0]
+        self._uses[:] = [0]
 
 
 def _rule(reply: RecordedReply) -> Rule:
