@@ -1,116 +1,102 @@
-"""All benchmarks: one table of ratios, printed and written into docs/benchmarks.md.
+"""Measure every section and write docs/benchmarks.md.
 
-    python -m benchmarks [gateway engine ...]
+    python -m benchmarks                    # measure all sections, then write the page
+    python -m benchmarks gateway agents     # measure these, then write the page
+    python -m benchmarks --page             # write the page from benchmarks/results alone
 
-Every section runs in a process of its own, one after the other, on an otherwise quiet machine.
-With sections named, only these are measured, and the document stays as it is.
+Every section runs in a process of its own, one after the other; the machine should be idle. Its
+rows are stored in benchmarks/results/SECTION.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
+import re
 import subprocess
 import sys
-import tempfile
-import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import peers, table
 from lockstep.progress import Progress
 
 SECTIONS = {
-    "http": ("HTTP server and client", "http.bench"),
-    "gateway": ("Gateway: CPU per request", "gateway.bench"),
-    "tracing": ("Gateway: CPU per request with tracing", "tracing"),
-    "agents": ("Gateway: a turn of a long agent session, by dialect", "agents"),
-    "dashboard": ("Gateway: CPU of the dashboard", "dashboard"),
-    "sessions": ("Gateway: memory of sessions", "sessions.bench"),
-    "scale": ("Gateways on a shared store", "scale"),
-    "pool": ("Gateways on a shared store: connection pool", "postgres_pool"),
-    "tokenizing": ("Gateway: /tokenize", "tokenizing"),
-    "client": ("Client", "client"),
-    "engine": ("Embedded engine on one core", "engine.bench"),
-    "exactness": ("Embedded engine: exact beside close", "engine.exactness"),
-    "update": ("Weight updates", "update.bench"),
-    "trainers": ("A step of a trainer", "trainers"),
-    "demo": ("The demo, end to end", "demo"),
+    "gateway": "gateway.bench",
+    "agents": "agents",
+    "scale": "scale",
+    "pool": "postgres_pool",
+    "sessions": "sessions.bench",
+    "trainers": "trainers",
+    "update": "update.bench",
+    "client": "client",
+    "tokenizing": "tokenizing",
+    "engine": "engine.bench",
+    "exactness": "engine.exactness",
+    "tracing": "tracing",
+    "dashboard": "dashboard",
+    "http": "http.bench",
+    "demo": "demo",
 }
-"""The heading of each section and the module that measures it."""
-DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- measured: written by `make bench` -->", "<!-- /measured -->"
-OURS = ("lockstep-rl", "torch", "transformers", "renderers", "msgspec", "uvicorn", "httptools")
+"""The module that measures each section, in the order of the table that opens the page."""
+RESULTS = Path(__file__).parent / "results"
+DOCUMENT = table.ROOT / "docs" / "benchmarks.md"
+BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", re.S)
+SUMMARY, MACHINE = "summary", "machine"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--page", action="store_true", help="write the page without measuring")
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    begun = time.monotonic()
-    chosen = [SECTIONS[name] for name in SECTIONS if name in (options.sections or SECTIONS)]
-    measured = {}
-    with Progress("Measuring", len(chosen)) as progress:
-        for title, module in chosen:
-            progress.say(title)
-            measured[title] = measure(module)
+    if not options.page:
+        measure([name for name in SECTIONS if name in (options.sections or SECTIONS)])
+    results = {name: table.read(RESULTS / f"{name}.json") for name in SECTIONS}
+    DOCUMENT.write_text(page(DOCUMENT.read_text(), results))
+    print(f"written to {DOCUMENT}")
+
+
+def measure(names: list[str]) -> None:
+    """Measure these sections by their own commands, which store and print their rows."""
+    RESULTS.mkdir(exist_ok=True)
+    with Progress("Measuring", len(names)) as progress:
+        for name in names:
+            progress.say(name)
+            command = [sys.executable, "-m", f"benchmarks.{SECTIONS[name]}"]
+            subprocess.run([*command, "--json", str(RESULTS / f"{name}.json")], check=True)
             progress.advance()
-    for title, rows in measured.items():
-        print(f"\n{title}\n{table.plain(rows)}")
-    minutes = (time.monotonic() - begun) / 60
-    print(f"\n{tally(measured)}, in {minutes:.0f} minutes")
-    if not options.sections:
-        write(DOCUMENT, measured, minutes)
-        print(f"written to {DOCUMENT}")
 
 
-def measure(module: str) -> list[table.Row]:
-    """The rows of one section, by its own command."""
-    print(f"{module} ...", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "rows.json"
-        command = [sys.executable, "-m", f"benchmarks.{module}", "--json", str(result)]
-        subprocess.run(command, check=True)
-        return table.read(result)
+def page(text: str, results: dict[str, table.Result]) -> str:
+    """Replace the measured blocks of the page; the text that people wrote around them stays.
+
+    Raises SystemExit when the page lacks the block of a section."""
+    blocks = {name: markdown(result) for name, result in results.items()}
+    blocks[SUMMARY] = table.summary(row for result in results.values() for row in result.rows)
+    blocks[MACHINE] = machines(results)
+    present = {match[2] for match in BLOCK.finditer(text)}
+    if present != set(blocks):
+        raise SystemExit(f"the page has the blocks {sorted(present)}, expected {sorted(blocks)}")
+    return BLOCK.sub(lambda match: f"{match[1]}{blocks[match[2]]}\n{match[3]}", text)
 
 
-def tally(measured: dict[str, list[table.Row]]) -> str:
-    marks = [row.reached for rows in measured.values() for row in rows]
-    return f"{marks.count(True)} rows reached, {marks.count(False)} missed"
+def markdown(result: table.Result) -> str:
+    return f"{table.markdown(result.rows)}\n\nCommit `{result.commit}`, {result.date}."
 
 
-def write(path: Path, measured: dict[str, list[table.Row]], minutes: float) -> None:
-    """Puts the tables between the marks of the document; what people wrote around stays."""
-    text = path.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{path} has lost its marks {BEGIN} and {END}")
-    parts = [about(minutes), f"{tally(measured)}."]
-    parts += [f"### {title}\n\n{table.markdown(rows)}" for title, rows in measured.items()]
-    path.write_text(before + begin + "\n\n" + "\n\n".join(parts) + "\n\n" + end + after)
-
-
-def about(minutes: float) -> str:
-    today = datetime.now(UTC).date()
-    ours = ", ".join(f"{name} {version(name)}" for name in OURS)
-    theirs = ", ".join(peers.VERSIONS.values())
-    return (
-        f"Measured on {today} by `make bench` in {minutes:.0f} minutes, on {os.cpu_count()} cores "
-        f"of {processor()}, Linux {platform.release()}, Python {platform.python_version()}. "
-        f"Lockstep's environment: {ours}. Peers in their own: {theirs}."
-    )
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+def machines(results: dict[str, table.Result]) -> str:
+    """The commits and machines of all sections, and the versions of the alternatives."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for name, result in results.items():
+        places.setdefault((result.commit, result.date, result.machine), []).append(name)
+    lines = []
+    for (commit, date, machine), names in places.items():
+        sections = "all sections" if len(places) == 1 else ", ".join(names)
+        lines.append(f"- Commit `{commit}`, {date}, {machine}: {sections}.")
+    return "\n".join([*lines, f"- Alternatives: {', '.join(peers.VERSIONS.values())}."])
 
 
 if __name__ == "__main__":

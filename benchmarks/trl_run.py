@@ -90,7 +90,6 @@ def main() -> None:
     parser.add_argument("--url")
     parser.add_argument("--admin-url")
     parser.add_argument("--token")
-    parser.add_argument("--close", action="store_true", help="TRL computes as it always does")
     parser.add_argument("--served-pid", type=int, help="of the gateway")
     parser.add_argument("--task", choices=TASKS, default="short")
     parser.add_argument("--steps", type=int)
@@ -134,7 +133,7 @@ def main() -> None:
             lockstep = LockstepGeneration(
                 options.url, admin_url=options.admin_url, admin_token=options.token
             )
-            lockstep.attach(trainer, exact=False if options.close else None)
+            lockstep.attach(trainer)
         trainer.train()
         if options.url is not None:
             lockstep.close()

@@ -1,9 +1,9 @@
-"""What a request costs in a gateway: CPU of its process, Lockstep beside its peers.
+"""CPU time that a gateway spends on a request: Lockstep beside the alternatives.
 
     python -m benchmarks.gateway.bench [--only lockstep,vllm-router] [--case 2k] [--hold]
 
 Every gateway has a core to itself, in front of an upstream that responds at once; 32 requests are
-under way at any time, and every response is looked at. The gateways take turns; a figure is the
+in flight at any time, and every response is checked. The gateways take turns; a figure is the
 median of five rounds.
 """
 
@@ -32,7 +32,7 @@ from benchmarks.gateway.contestants import (
     start,
 )
 from benchmarks.gateway.script import make
-from benchmarks.gateway.traffic import ALL_CASES, CASES, Case
+from benchmarks.gateway.traffic import CASES, Case
 from benchmarks.table import Row
 from lockstep.models import bundled
 from lockstep.render import Renderer
@@ -66,8 +66,7 @@ class Bench:
         """Connects, then counts while requests are made. Raises Failed."""
         server, way = self.servers[name], CONTESTANTS[name]
         fields: dict[str, object] = {"port": server.port, "case": case, "sessions": way.sessions}
-        usual = "chat" if ALL_CASES[case].turns else way.ids
-        fields |= {"dialect": ALL_CASES[case].dialect or usual, "seconds": seconds}
+        fields |= {"dialect": "chat" if CASES[case].turns else way.ids, "seconds": seconds}
         self._call("open", name, fields)
         time.sleep(SETTLE)
         before = server.cpu_seconds()
@@ -88,7 +87,7 @@ class Bench:
 
             return cost
 
-        taking_part = [name for name in self.servers if takes_part(name, ALL_CASES[case])]
+        taking_part = [name for name in self.servers if takes_part(name, CASES[case])]
         return measure.in_turns({name: cost_of(name) for name in taking_part}, rounds)
 
     def _call(self, call: str, name: str, fields: dict[str, object]) -> dict[str, float]:
@@ -104,7 +103,13 @@ class Bench:
 
 
 def takes_part(name: str, case: Case) -> bool:
-    """Dynamo's generate route does not stream and has no chat; stores only matter in sessions."""
+    """Whether the contestant does the work of this case.
+
+    A session turn is not vllm-router's work: it copies the text of a chat. Dynamo's generate route
+    neither streams nor has chat. The store of rllm-model-gateway only matters in sessions.
+    """
+    if name == "vllm-router":
+        return not case.turns
     if name == "dynamo-generate":
         return not case.stream and not case.turns
     return name != "rllm-memory" or case.turns > 0
@@ -121,7 +126,7 @@ def bench(
         chosen = model or find_model()
         tokenizer = chosen if isinstance(chosen, Path) else bundled(chosen) or Path(chosen)
         traffic = directory / "traffic.msgpack"
-        make(Renderer.load(tokenizer), {name: ALL_CASES[name] for name in cases}).write(traffic)
+        make(Renderer.load(tokenizer), {name: CASES[name] for name in cases}).write(traffic)
 
         def beside(module: str, **pipes: int) -> subprocess.Popen[str]:
             command = [sys.executable, "-m", f"benchmarks.gateway.{module}", str(traffic)]
@@ -133,35 +138,47 @@ def bench(
         yield Bench(start(place, names), load)
 
 
+TARGETS = {
+    ("2k", "lockstep-worker", "vllm-router"): 1.0,
+    ("2k", "lockstep", "vllm-router"): 1.15,
+    ("stream", "lockstep-worker", "vllm-router"): 0.7,
+    ("stream", "lockstep", "vllm-router"): 1.1,
+    ("2k-sessions", "lockstep", "dynamo"): 0.7,
+    ("2k-sessions", "lockstep", "rllm"): 1 / 5,
+}
+"""The largest ratio of CPU time to reach, by case, Lockstep's upstream and alternative. These rows
+also open the page."""
+BEHIND = {"lockstep": "plain vLLM behind", "lockstep-worker": "Lockstep worker behind"}
+
+
 def rows_of(name: str, costs: Mapping[str, float]) -> list[Row]:
-    """Lockstep in front of a plain vLLM server beside each peer that was measured with it; beside
-    the fastest also in front of its own worker, whose responses it passes on unchanged."""
+    """Lockstep beside each alternative that was measured with it."""
     case = CASES[name]
     sessions = case.turns > 0
     out = f"{case.out} out" + (" streamed" if case.stream else "")
-    what = f"{case.prompt:,} tokens in, {out}, sessions {'on' if sessions else 'off'}"
-    ids = "" if sessions else "its /v1/completions, as it has no generate route; "
-    bound = 1.5 if sessions else 1.0
-    token_data = "" if sessions else "; nvext.token_data"
-    pairs: list[tuple[str, str, str, float | None, str]] = [
-        ("lockstep", "vllm-router", "vllm-router", bound, "same requests, same plain vLLM behind"),
-        ("lockstep-worker", "vllm-router", "vllm-router", bound, "ours before a Lockstep worker"),
-        ("lockstep", "dynamo", "dynamo", 1 / 5, "frontend only" + token_data),
-        ("lockstep", "dynamo-generate", "dynamo", None, "its generate route, off by default"),
-        ("lockstep", "rllm", "rllm-model-gateway", 1 / 10, ids + "traces in SQLite, its default"),
-        ("lockstep", "rllm-memory", "rllm-model-gateway", 1 / 10, "traces in memory"),
+    what = f"{case.prompt:,} tokens in, {out}, " + ("a session turn" if sessions else "ids")
+    completions = "" if sessions else "its /v1/completions, as it has no generate route; "
+    frontend = "frontend only" + ("" if sessions else "; ids in nvext.token_data")
+    pairs: list[tuple[str, str, str, str]] = [
+        ("lockstep-worker", "vllm-router", "vllm-router", ""),
+        ("lockstep", "vllm-router", "vllm-router", ""),
+        ("lockstep", "dynamo", "dynamo", frontend),
+        ("lockstep", "dynamo-generate", "dynamo", "its generate route, off by default"),
+        ("lockstep", "rllm", "rllm-model-gateway", completions + "traces in SQLite, its default"),
+        ("lockstep", "rllm-memory", "rllm-model-gateway", "traces in memory"),
     ]
     return [
         Row(
-            what=what,
+            what=f"{what}, {BEHIND[ours]}",
             against=peers.VERSIONS[peer],
             ours=costs[ours],
             theirs=costs[entry],
             unit="ms CPU",
-            at_most=limit,
+            at_most=TARGETS.get((name, ours, entry)),
             note=note,
+            headline=f"gateway: {what}, {BEHIND[ours]}" if (name, ours, entry) in TARGETS else "",
         )
-        for ours, entry, peer, limit, note in pairs
+        for ours, entry, peer, note in pairs
         if ours in costs and entry in costs
     ]
 

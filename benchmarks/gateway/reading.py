@@ -10,11 +10,6 @@ from benchmarks.gateway.traffic import CannedCompletion, Case, Dialect
 
 EXACT = 1e-6
 """Some write 32-bit numbers with fewer digits."""
-ENDS: dict[Dialect, bytes] = {
-    "messages": b"event: message_stop",
-    "responses": b"event: response.completed",
-}
-"""The line that ends a stream of the dialects that give text alone, without logprobs."""
 
 
 def check(
@@ -26,37 +21,29 @@ def check(
         raise ValueError(f"a session broke: {head.decode()}")
     if b"\r\ntransfer-encoding: chunked" in head.lower():
         body = joined(body)
-    end = ENDS.get(dialect, b"data: [DONE]")
-    parts = list(events(body, end)) if stream else [json.loads(body)]
+    parts = list(events(body)) if stream else [json.loads(body)]
     # White space waits for what follows it, so that a few tokens may share an event; completions
     # of text join what came together.
     if stream and dialect != "completions" and len(parts) < 0.9 * len(completion.ids):
         raise ValueError(f"{len(parts)} events for {len(completion.ids)} tokens")
-    if dialect in ENDS:
-        _check_text("".join(_agent_texts(parts)), completion)
-        return
     choices = [choice for part in parts for choice in part.get("choices", ())]
     entries = [entry for choice in choices for entry in _entries(choice)]
     logprobs = [entry["logprob"] for entry in entries]
-    sent_logprobs = completion.logprobs * case.n
-    if len(logprobs) != len(sent_logprobs):
-        raise ValueError(f"{len(logprobs)} logprobs for {len(sent_logprobs)} tokens")
-    for at, (got, sent) in enumerate(zip(logprobs, sent_logprobs, strict=True)):
+    if len(logprobs) != len(completion.logprobs):
+        raise ValueError(f"{len(logprobs)} logprobs for {len(completion.logprobs)} tokens")
+    for at, (got, sent) in enumerate(zip(logprobs, completion.logprobs, strict=True)):
         if abs(got - sent) > EXACT:
             raise ValueError(f"logprob {at} is {got}, sent was {sent}")
     if dialect in ("generate", "nvext"):
         ids = _ids(dialect, parts, choices)
-        if ids != completion.ids * case.n:
+        if ids != completion.ids:
             raise ValueError(f"ids {ids} came, sent were {completion.ids}")
     if dialect != "generate":
-        _check_text("".join(_text(choice) for choice in choices), completion)
+        text = "".join(_text(choice) for choice in choices)
+        if text != completion.text:
+            raise ValueError(f"text {text!r} came, sent was {completion.text!r}")
     if choices[-1]["finish_reason"] != "stop":
         raise ValueError(f"finish_reason is {choices[-1]['finish_reason']!r}")
-
-
-def _check_text(text: str, completion: CannedCompletion) -> None:
-    if text != completion.text:
-        raise ValueError(f"text {text!r} came, sent was {completion.text!r}")
 
 
 def joined(body: bytes) -> bytes:
@@ -72,11 +59,11 @@ def joined(body: bytes) -> bytes:
         at = end + 2 + size + 2
 
 
-def events(body: bytes, end: bytes = b"data: [DONE]") -> Iterator[dict[str, Any]]:
+def events(body: bytes) -> Iterator[dict[str, Any]]:
     """The events of a stream. Raises ValueError for one without the line that ends it."""
     ended = False
     for line in body.decode().splitlines():
-        if line.encode() == end:
+        if line == "data: [DONE]":
             ended = True
         elif line.startswith("data: "):
             yield json.loads(line[6:])
@@ -98,18 +85,6 @@ def _ids(dialect: Dialect, parts: list[Any], choices: list[dict[str, Any]]) -> l
         return [token for choice in choices for token in choice["token_ids"]]
     extensions = [part.get("nvext") or {} for part in parts]
     return [token for one in extensions for token in one.get("completion_token_ids") or ()]
-
-
-def _agent_texts(parts: list[Any]) -> Iterator[str]:
-    """The text of a response in one of the dialects without logprobs, streamed or not."""
-    for part in parts:
-        if part.get("type") == "response.output_text.delta":
-            yield part["delta"]
-        elif part.get("type") == "content_block_delta":
-            yield part["delta"]["text"]
-        elif "type" not in part or part["type"] == "message":
-            items = part.get("output", [part])
-            yield from (block["text"] for item in items for block in item["content"])
 
 
 def _text(choice: dict[str, Any]) -> str:

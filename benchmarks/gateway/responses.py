@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.gateway.traffic import MODEL, CannedCompletion
@@ -40,13 +39,6 @@ def body(owner: str, path: str, completion: CannedCompletion, prompt: int, flag:
     return lockstep_generate(completion, prompt, flat=flag)
 
 
-def many(owner: str, completion: CannedCompletion, prompt: int, flat: bool, n: int) -> bytes:
-    """The response of a generate route with so many choices, all alike."""
-    if owner == "vllm":
-        return vllm_generate(completion, prompt, n)
-    return lockstep_generate(completion, prompt, flat=flat, n=n)
-
-
 def events(
     owner: str, path: str, completion: CannedCompletion, prompt: int, flag: bool
 ) -> list[bytes]:
@@ -75,9 +67,8 @@ def usage(completion: CannedCompletion, prompt: int) -> dict[str, Any]:
     return made | {"prompt_tokens_details": None, "completion_tokens_details": None}
 
 
-def vllm_generate(completion: CannedCompletion, prompt: int, n: int = 1) -> bytes:
-    choice = _vllm_choice(completion, 0, len(completion.ids))
-    choices = [choice | {"index": index} for index in range(n)]
+def vllm_generate(completion: CannedCompletion, prompt: int) -> bytes:
+    choices = [_vllm_choice(completion, 0, len(completion.ids))]
     body = {"request_id": REQUEST_ID, "model": MODEL, "created": CREATED}
     body |= {"usage": usage(completion, prompt), "prompt_logprobs": None}
     body |= {"prompt_token_id_logprobs": None, "prompt_token_ids": None, "mm_placeholders": None}
@@ -115,12 +106,9 @@ def _vllm_choice(completion: CannedCompletion, start: int, end: int) -> dict[str
     }
 
 
-def lockstep_generate(
-    completion: CannedCompletion, prompt: int, *, flat: bool, n: int = 1
-) -> bytes:
-    full = _as_completion(completion, prompt)
+def lockstep_generate(completion: CannedCompletion, prompt: int, *, flat: bool) -> bytes:
     return generate_response(
-        [replace(full, index=index) for index in range(n)],
+        [_as_completion(completion, prompt)],
         request_id=REQUEST_ID,
         model=MODEL,
         created=CREATED,

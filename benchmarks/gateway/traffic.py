@@ -12,27 +12,22 @@ from typing import Literal
 
 import msgspec
 
-Dialect = Literal["generate", "completions", "nvext", "chat", "messages", "responses"]
+Dialect = Literal["generate", "completions", "nvext", "chat"]
 MODEL = "policy"
 SESSION, MARKER = "S" * 16, "M" * 16
 """Stand for the name of a session and for what makes its first message differ from all others."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """Prompts of about so many tokens. With `turns`, those of conversations of so many turns that
-    start at half of it and grow to one and a half, each in a session of its own.
+    """Requests with prompts of about `prompt` tokens and responses of `out` tokens.
 
-    `dialect` is how Lockstep is asked; conversations without `in_session` name no session. Streams
-    with a `seed` come token by token, as from an engine, and all others at once."""
+    With `turns`, the requests are conversations of that many turns, each in a session of its own,
+    whose prompts grow from half to one and a half times `prompt`."""
 
     prompt: int
     out: int
     stream: bool = False
     turns: int = 0
-    dialect: Dialect | None = None
-    n: int = 1
-    in_session: bool = True
-    seed: int | None = None
 
 
 CASES = {
@@ -43,21 +38,6 @@ CASES = {
     "stream": Case(2_048, 256, stream=True),
     "stream-sessions": Case(2_048, 256, stream=True, turns=6),
 }
-OWN_CASES = {
-    "paced": Case(2_048, 256, stream=True, seed=7),
-    "paced-sessions": Case(2_048, 256, stream=True, turns=6, seed=7),
-    "n8": Case(2_048, 64, n=8),
-    "completions": Case(2_048, 64, dialect="completions"),
-    "completions-stream": Case(2_048, 256, stream=True, dialect="completions"),
-    "chat": Case(2_048, 64, turns=16, in_session=False),
-    "chat-stream": Case(2_048, 256, stream=True, turns=6, in_session=False),
-    "messages-sessions": Case(2_048, 64, turns=16, dialect="messages"),
-    "messages-stream-sessions": Case(2_048, 256, stream=True, turns=6, dialect="messages"),
-    "responses-sessions": Case(2_048, 64, turns=16, dialect="responses"),
-    "responses-stream-sessions": Case(2_048, 256, stream=True, turns=6, dialect="responses"),
-}
-"""What peers have not, or have otherwise: for Lockstep beside itself."""
-ALL_CASES = CASES | OWN_CASES
 
 
 class CannedCompletion(msgspec.Struct, frozen=True):
@@ -92,8 +72,6 @@ def ids_body(dialect: Dialect, case: Case, ids: list[int]) -> bytes:
     body: dict[str, object]
     if dialect == "generate":
         sampling = {"temperature": 1.0, "max_tokens": case.out, "logprobs": 0}
-        sampling |= {"n": case.n} if case.n > 1 else {}
-        sampling |= {} if case.seed is None else {"seed": case.seed}
         body = {"model": MODEL, "token_ids": ids, "sampling_params": sampling}
     elif dialect == "completions":
         body = {"model": MODEL, "prompt": ids, "max_tokens": case.out, "logprobs": 1}
@@ -109,16 +87,10 @@ def ids_body(dialect: Dialect, case: Case, ids: list[int]) -> bytes:
 
 
 def chat_body(case: Case, messages: list[dict[str, str]]) -> bytes:
-    """What an unmodified agent sends that wants logprobs, where its dialect has any."""
-    body: dict[str, object] = {"model": MODEL}
-    if case.dialect == "responses":
-        body |= {"input": messages, "max_output_tokens": case.out, "store": False}
-    elif case.dialect == "messages":
-        body |= {"messages": messages, "max_tokens": case.out}
-    else:
-        body |= {"messages": messages, "max_tokens": case.out, "logprobs": True}
-        body |= {} if case.seed is None else {"seed": case.seed}
-    return _encode(body, case)
+    """Return the chat request of an unmodified agent that wants logprobs."""
+    return _encode(
+        {"model": MODEL, "messages": messages, "max_tokens": case.out, "logprobs": True}, case
+    )
 
 
 def _encode(body: dict[str, object], case: Case) -> bytes:
@@ -132,8 +104,6 @@ PATHS: dict[Dialect, str] = {
     "completions": "/v1/completions",
     "nvext": "/v1/chat/completions",
     "chat": "/v1/chat/completions",
-    "messages": "/v1/messages",
-    "responses": "/v1/responses",
 }
 
 

@@ -3,8 +3,7 @@
     python -m benchmarks.gateway.upstream TRAFFIC
 
 It listens on two ports, as a vLLM server and as a Lockstep worker, and prints them in a JSON line.
-A streamed response is one event per token, each in an HTTP chunk of its own, all written at once,
-or every few milliseconds where the request has a seed.
+A streamed response is one event per token, each in an HTTP chunk of its own, all written at once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import cast
 import uvloop
 
 from benchmarks.gateway import responses as bodies
-from benchmarks.gateway.traffic import ALL_CASES, Traffic
+from benchmarks.gateway.traffic import CASES, Traffic
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 STREAM_HEAD = (
@@ -35,13 +33,9 @@ ENDS = 1_500
 some clients write it first, others last."""
 LONG = 28_000
 """Bytes of a body from which on its prompt counts as one of the long ones."""
-PACE = 0.004
-"""Seconds between two tokens of a stream that has a pace."""
 ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
 Key = tuple[str, bool, bool, bool]
 """Route; a long prompt; a streamed response; return_token_ids or, for generate, flat logprobs."""
-MANY = 8
-"""Choices of a response to a request for more than one, which is never streamed."""
 
 
 class CannedResponses:
@@ -50,9 +44,8 @@ class CannedResponses:
     def __init__(self, owner: str, traffic: Traffic) -> None:
         self.card = whole(bodies.models(owner))
         self.canned: dict[Key, list[bytes]] = {}
-        outs = {case.stream: case.out for case in ALL_CASES.values()}
-        prompts = sorted({case.prompt for case in ALL_CASES.values()})
-        self.many: dict[bool, list[bytes]] = {}
+        outs = {case.stream: case.out for case in CASES.values()}
+        prompts = sorted({case.prompt for case in CASES.values()})
         for key in product(ROUTES, (False, True), (False, True), (False, True)):
             path, long, stream, flag = key
             completion, prompt = traffic.completions.get(outs[stream]), prompts[-1 if long else 0]
@@ -62,18 +55,12 @@ class CannedResponses:
                 self.canned[key] = chunked(bodies.events(owner, path, completion, prompt, flag))
             else:
                 self.canned[key] = [whole(bodies.body(owner, path, completion, prompt, flag))]
-        if (completion := traffic.completions.get(outs[False])) is not None:
-            for flag in (False, True):
-                many = bodies.many(owner, completion, prompts[0], flag, MANY)
-                self.many[flag] = [whole(many)]
 
     def response(self, path: str, body: bytes) -> list[bytes]:
         """The pieces of the response. Raises KeyError for any other request."""
         options = (body[:ENDS] + body[-ENDS:]).replace(b" ", b"")
         stream = b'"stream":true' in options
         flag = b'"return_token_ids":true' in options or b'"logprobs_format":"flat"' in options
-        if b'"n":%d' % MANY in options:
-            return self.many[flag]
         return self.canned[path, len(body) > LONG, stream, flag]
 
 
@@ -117,22 +104,11 @@ class Server(asyncio.Protocol):
 
     def _respond(self, method: str, path: str, body: bytes) -> None:
         if method == "POST":
-            pieces = self._responses.response(path, body)
-            if len(pieces) > 1 and b'"seed":' in body[:ENDS] + body[-ENDS:]:
-                self._write_next(iter(pieces))
-            else:
-                self._transport.writelines(pieces)
+            self._transport.writelines(self._responses.response(path, body))
         elif path == "/v1/models":
             self._transport.write(self._responses.card)
         else:
             self._transport.write(whole(b"{}") if path == "/health" else NONE)
-
-    def _write_next(self, pieces: Iterator[bytes]) -> None:
-        piece = next(pieces, None)
-        if piece is not None:
-            self._transport.write(piece)
-            loop = asyncio.get_running_loop()
-            loop.call_later(PACE if piece is not STREAM_HEAD else 0, self._write_next, pieces)
 
 
 async def serve(traffic: Traffic) -> None:
