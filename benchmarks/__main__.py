@@ -54,8 +54,7 @@ def main() -> None:
         parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     if not options.page:
         measure([name for name in SECTIONS if name in (options.sections or SECTIONS)])
-    results = {name: table.read(RESULTS / f"{name}.json") for name in SECTIONS}
-    DOCUMENT.write_text(page(DOCUMENT.read_text(), results))
+    DOCUMENT.write_text(page(DOCUMENT.read_text(), stored()))
     print(f"written to {DOCUMENT}")
 
 
@@ -70,11 +69,18 @@ def measure(names: list[str]) -> None:
             progress.advance()
 
 
+def stored() -> dict[str, table.Result]:
+    """The stored results by section; sections that were never measured are missing."""
+    paths = {name: RESULTS / f"{name}.json" for name in SECTIONS}
+    return {name: table.read(path) for name, path in paths.items() if path.exists()}
+
+
 def page(text: str, results: dict[str, table.Result]) -> str:
     """Replace the measured blocks of the page; the text that people wrote around them stays.
 
     Raises SystemExit when the page lacks the block of a section."""
-    blocks = {name: markdown(result) for name, result in results.items()}
+    blocks = {name: f"Not measured yet: run `python -m benchmarks {name}`." for name in SECTIONS}
+    blocks |= {name: markdown(result) for name, result in results.items()}
     blocks[SUMMARY] = table.summary(row for result in results.values() for row in result.rows)
     blocks[MACHINE] = machines(results)
     present = {match[2] for match in BLOCK.finditer(text)}
@@ -94,7 +100,7 @@ def machines(results: dict[str, table.Result]) -> str:
         places.setdefault((result.commit, result.date, result.machine), []).append(name)
     lines = []
     for (commit, date, machine), names in places.items():
-        sections = "all sections" if len(places) == 1 else ", ".join(names)
+        sections = ", ".join(names)
         lines.append(f"- Commit `{commit}`, {date}, {machine}: {sections}.")
     return "\n".join([*lines, f"- Alternatives: {', '.join(peers.VERSIONS.values())}."])
 

@@ -51,7 +51,6 @@ def rows() -> list[Row]:
             ours=ours,
             theirs=theirs,
             unit="µs of CPU",
-            at_most=0.8,
             note="of about 1,650 µs that a turn takes a gateway",
         )
     ]

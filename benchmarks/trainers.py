@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from benchmarks import peers, table
 from benchmarks.table import Row
 from benchmarks.trainer_tasks import TASKS
 
-SHORT_ROUNDS = 2
+SHORT_ROUNDS = 1
 DEFAULT = ("short",)
 """The tasks measured unless others are named: long and calc take 10 minutes more."""
 TOKEN = "benchmark"
@@ -98,7 +98,11 @@ def uneven(task: str) -> list[Row]:
     ]
 
 
-BY_TASK = {"short": short, "long": partial(uneven, "long"), "calc": partial(uneven, "calc")}
+BY_TASK: dict[str, Callable[[], list[Row]]] = {
+    "short": short,
+    "long": partial(uneven, "long"),
+    "calc": partial(uneven, "calc"),
+}
 
 # Rows
 
