@@ -34,7 +34,7 @@ class Fixed(tokenizing.Contestant):
 
 def test_servers_that_disagree_are_not_compared() -> None:
     chats = iter([[{"role": "user", "content": "hi"}]] * 20)
-    same = tokenizing.compared(Fixed(1, 0), Fixed(1, 1), "x", chats, None)
+    same = tokenizing.compared(Fixed(1, 0), Fixed(1, 1), "x", chats)
     assert same.ratio == 1
     with pytest.raises(RuntimeError, match="different ids"):
-        tokenizing.compared(Fixed(1, 0), Fixed(2, 1), "x", chats, None)
+        tokenizing.compared(Fixed(1, 0), Fixed(2, 1), "x", chats)
