@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from lockstep.backends.model_limits import ModelLimits
 from lockstep.backends.transport import ModelCard, Relay, TransportName
 from lockstep.http.client.client import HttpClient
-from lockstep.http.off_loop import LARGE_BYTES, off_loop
+from lockstep.http.off_loop import is_large_json, off_loop
 from lockstep.protocol.common.model_card import decode_models
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading
@@ -68,7 +68,7 @@ class HttpTransport:
         **options: P.kwargs,
     ) -> T:
         """Decode a response; a large one in a thread."""
-        large = len(response.json) > LARGE_BYTES
+        large = is_large_json(len(response.json))
         return await off_loop(large, decode, response, *more, **options)
 
     def _reading(self, request: GenerateRequest, card: ModelCard | None, index: int = 0) -> Reading:

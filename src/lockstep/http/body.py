@@ -8,7 +8,12 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from lockstep.http.off_loop import LARGE_BYTES, off_loop
+from lockstep.http.off_loop import (
+    LIGHT_BODY_BYTES,
+    LIGHT_BODY_VALUES,
+    SMALL_BODY_BYTES,
+    off_loop,
+)
 from lockstep.protocol.json.limits import RequestLimits, check_shape, rough_values
 from lockstep.tokens.errors import BadRequest, TooLarge
 
@@ -16,9 +21,6 @@ T = TypeVar("T")
 JSON = "application/json"
 SIZE = "body_bytes"
 """Where a request's state holds the size of its body."""
-SMALL_BYTES, LIGHT_BYTES = 64 << 10, 1 << 20
-LIGHT_VALUES = 8192
-"""A small body, and one of fewer bytes and values, is decoded where it is: a few milliseconds."""
 
 
 class ClientGone(Exception):
@@ -42,7 +44,9 @@ async def read_body(request: Request, decode: Callable[[bytes], T], limits: Requ
     pieces = await read_pieces(request, limits.body_bytes)
     size = sum(map(len, pieces))
     request.scope.setdefault("state", {})[SIZE] = size
-    if size <= SMALL_BYTES or (size <= LIGHT_BYTES and _rough(pieces) <= LIGHT_VALUES):
+    if size <= SMALL_BODY_BYTES or (
+        size <= LIGHT_BODY_BYTES and _rough(pieces) <= LIGHT_BODY_VALUES
+    ):
         return _decoded(pieces, decode, limits)
     return await off_loop(True, _checked, pieces, decode, limits)
 
@@ -71,12 +75,6 @@ async def read_pieces(
             raise TooLarge(f"the body is larger than the limit of {limit} bytes")
         pieces.append(piece)
     return pieces
-
-
-def is_large(request: Request) -> bool:
-    """Whether it takes long to go through the body that `read_body` decoded, by the bytes it came
-    in: then that is for a thread."""
-    return body_bytes(request) > LARGE_BYTES
 
 
 def body_bytes(request: Request) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.http.off_loop import is_large_history, off_loop
 from lockstep.ledger import codec
 from lockstep.ledger.branch_sample import branch_sample, branch_samples, own_experts
 from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
@@ -32,7 +33,6 @@ from lockstep.ledger.matching import (
     read_request,
 )
 from lockstep.ledger.read_history import ReadHistory
-from lockstep.ledger.reading_cost import is_light
 from lockstep.ledger.tree import (
     IDS,
     LOGPROBS,
@@ -97,16 +97,15 @@ class Ledger:
         """
         renderer = renderer or self.renderer
         known = self.read_history.known(messages) if lazy else UNREAD
-        if is_light(messages, tools, len(known.plain)):
-            request = read_request(self.roots, messages, tools, known)
-        else:
-            request = await renderer.offload(read_request, self.roots[:], messages, tools, known)
+        large = is_large_history(messages, tools, len(known.plain))
+        # A copy: turns may be committed while a thread reads, and count from the next plan.
+        roots = self.roots[:] if large else self.roots
+        request = await off_loop(large, read_request, roots, messages, tools, known)
         if lazy:
             self.read_history.keep(known.json, request.messages, request.history)
         prompt = light_prompt(request, renderer)
         if prompt is None:
-            # A copy: turns may be committed while the threads work, and count from the next plan.
-            prompt = await renderer.offload(find_prompt, request, self.roots[:], renderer)
+            prompt = await off_loop(True, find_prompt, request, self.roots[:], renderer)
         return self._settle(request, prompt, breaks or self.breaks, lazy=lazy)
 
     def plan_ids(self, prompt_ids: Sequence[int], *, breaks: Breaks | None = None) -> PromptPlan:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.http.off_loop import SHORT_EXTENSION_CHARACTERS
 from lockstep.ledger.read_history import ReadMessages
 from lockstep.ledger.tree import Match, Node, longest, text_size
 from lockstep.render.messages import (
@@ -21,9 +22,6 @@ from lockstep.render.messages import (
 )
 from lockstep.render.renderer import Renderer
 from lockstep.tokens.errors import BadRequest
-
-LIGHT = 2000
-"""Characters up to which new messages are tokenized at once: a fraction of a millisecond."""
 
 UNREAD = ReadMessages()
 Cause = Literal["edited_history", "tools_changed", "thinking_dropped", "truncated", "no_bridge"]
@@ -143,7 +141,7 @@ def light_prompt(request: TurnRequest, renderer: Renderer) -> PlannedPrompt | No
     new = request.history[match.length :]
     if match.node is None or renderer.thinking == "template" or has_assistant(new):
         return None
-    if sum(map(text_size, new)) > LIGHT:
+    if sum(map(text_size, new)) > SHORT_EXTENSION_CHARACTERS:
         return None
     ids, _ = _extended(request, match.node, renderer)
     return None if ids is None else PlannedPrompt(ids, match, extends=True)

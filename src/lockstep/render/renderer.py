@@ -7,18 +7,17 @@ what a template can.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
+from lockstep.http.off_loop import LONG_COMPLETION_TOKENS, off_loop
 from lockstep.models import bundled
 from lockstep.protocol.json.lazy_ids import PlannedIds
 from lockstep.render.bridge import FamilyBridge, TemplateBridge
@@ -38,13 +37,7 @@ from lockstep.tokens.errors import BadRequest, UnknownModel
 from lockstep.tokens.token_bytes import TokenBytesTable
 
 Thinking = Literal["keep", "template"]
-P = ParamSpec("P")
-T = TypeVar("T")
 
-THREADS = 4
-"""Enough that a long render does not hold up short ones; the interpreter runs one at a time."""
-LONG = 2000
-"""Tokens from which on a completion is parsed off the event loop."""
 NO_TEMPLATE = (
     "this model's tokenizer has no chat template, so messages cannot be rendered: put the template "
     "it was trained with beside its tokenizer.json as chat_template.jinja, or send text or ids "
@@ -249,9 +242,8 @@ class Renderer:
     ) -> ParsedMessage:
         """`parse`; a long completion is read off the event loop."""
         options: dict[str, Any] = {"verbatim": verbatim, "stop": stop, "include_stop": include_stop}
-        if len(token_ids) < LONG:
-            return self.parse(token_ids, tools, prompt_ids=prompt_ids, **options)
-        return await self.offload(self.parse, token_ids, tools, prompt_ids=prompt_ids, **options)
+        large = len(token_ids) >= LONG_COMPLETION_TOKENS
+        return await off_loop(large, self.parse, token_ids, tools, prompt_ids=prompt_ids, **options)
 
     def parse_partial(
         self, token_ids: Sequence[int], tools: list[Plain] | None, *, prompt_ids: Sequence[int]
@@ -289,11 +281,6 @@ class Renderer:
         """The text of the ids, special tokens included. Raises BadTokenId for an unknown one."""
         return self.pieces.decode(token_ids)
 
-    async def offload(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs the work on the shared threads, so that the event loop stays free."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_threads(), functools.partial(work, *args, **kwargs))
-
     async def render_async(
         self,
         messages: Iterable[Any],
@@ -301,8 +288,8 @@ class Renderer:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        return await self.offload(
-            self.render, messages, tools, add_generation_prompt=add_generation_prompt
+        return await off_loop(
+            True, self.render, messages, tools, add_generation_prompt=add_generation_prompt
         )
 
     def _make_family_bridge(self) -> FamilyBridge | None:
@@ -369,8 +356,3 @@ def _load(where: str, thinking: Thinking, family: str | None, kwargs: str) -> Re
 
 def _json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="lockstep-render")

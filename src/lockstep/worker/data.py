@@ -25,11 +25,10 @@ from lockstep.http.handlers import (
     json_response,
     unless_gone,
 )
-from lockstep.http.off_loop import off_loop
+from lockstep.http.off_loop import is_large_response, off_loop
 from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.common.request_id import check_request_id
 from lockstep.protocol.json.limits import LIMITS, RequestLimits
-from lockstep.protocol.json.response_size import is_large
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
 from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request
@@ -112,7 +111,7 @@ class DataPlane:
         if tracing.active is not None:
             tracing.active.generated(completions)
         response = await off_loop(
-            is_large(completions, request.sampling.logprobs),
+            is_large_response(completions, request.sampling.logprobs),
             wire.generate_response,
             completions,
             request_id=request.request_id,

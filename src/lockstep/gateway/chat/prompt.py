@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.gateway.chat.prefix import KeptIds, any_ids, bare_messages, kept_by_messages, prefixed
-from lockstep.gateway.chat.room import is_light
+from lockstep.gateway.chat.room import texts_of
 from lockstep.gateway.sessions.session import Session
+from lockstep.http.off_loop import is_large_chat, off_loop
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer, plain_messages, plain_tools
@@ -45,9 +46,8 @@ async def prompt_of(chat: ChatRequest, renderer: Renderer, session: Session | No
 
 
 async def _off_loop(chat: ChatRequest, renderer: Renderer, kept: KeptIds | None) -> list[int]:
-    if is_light(chat):
-        return _rendered(chat, renderer, kept)
-    return await renderer.offload(_rendered, chat, renderer, kept)
+    large = is_large_chat(chat.messages, chat.tools, texts_of(chat.messages))
+    return await off_loop(large, _rendered, chat, renderer, kept)
 
 
 def _rendered(chat: ChatRequest, renderer: Renderer, kept: KeptIds | None) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.http.off_loop import off_loop
 from lockstep.protocol.json.limits import RequestLimits
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
@@ -20,9 +21,6 @@ SURE = 4
 SLICE = 1 << 15
 MARGIN = 64
 """Characters tokenized at once, and how many tokens a cut may add, to be on the safe side."""
-SHORT_CHAT = 16
-LIGHT = 4000
-"""Messages and characters of a conversation that is rendered on the event loop."""
 
 
 def texts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
@@ -60,15 +58,6 @@ def arguments_of(messages: Iterable[dict[str, Any]]) -> list[str]:
     return arguments
 
 
-def is_light(chat: ChatRequest) -> bool:
-    """Whether a conversation is rendered sooner than a thread would begin with it."""
-    if chat.tools or len(chat.messages) > SHORT_CHAT:
-        return False
-    if any(message.get("tool_calls") for message in chat.messages):
-        return False
-    return sum(map(len, texts_of(chat.messages))) < LIGHT
-
-
 async def check_chat_room(
     chat: ChatRequest, size: int, renderer: Renderer, limit: int | None
 ) -> None:
@@ -92,7 +81,7 @@ async def check_room(
 ) -> None:
     """Raises PromptTooLong for text that cannot fit `limit` tokens, before all is tokenized."""
     if limit is not None and sum(map(len, texts)) > SURE * limit:
-        await renderer.offload(_count, texts, renderer, limit, param)
+        await off_loop(True, _count, texts, renderer, limit, param)
 
 
 def _count(texts: Sequence[str], renderer: Renderer, limit: int, param: str) -> None:

@@ -14,8 +14,7 @@ from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response
-from lockstep.http.off_loop import off_loop
-from lockstep.protocol.json.response_size import is_large
+from lockstep.http.off_loop import is_large_response, off_loop
 from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.openai.chat_decode import decode_chat
 from lockstep.protocol.openai.chat_request import ChatRequest
@@ -72,7 +71,7 @@ class ChatRoutes:
     async def _whole(self, http: Request, turn: ChatTurn) -> Response:
         worker, choices = await self._turns.run(http, turn)
         timing = turn.timing(None)
-        large = is_large((each.completion for each in choices), turn.shape.top)
+        large = is_large_response((each.completion for each in choices), turn.shape.top)
         body = await off_loop(
             large, wire.chat_response, turn.shape, choices, worker=worker, timing=timing
         )

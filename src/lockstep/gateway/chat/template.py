@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from lockstep.gateway.models import ModelRegistry
+from lockstep.http.off_loop import off_loop
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, UnsupportedField
@@ -42,7 +43,7 @@ class RendererVariants:
         key = json.dumps(kwargs, sort_keys=True)
         renderer = self._renderers.get(key)
         if renderer is None:
-            renderer = await base.offload(_variant, base, kwargs)
+            renderer = await off_loop(True, _variant, base, kwargs)
             self._renderers[key] = renderer
             if len(self._renderers) > KEPT:
                 self._renderers.popitem(last=False)

@@ -18,8 +18,9 @@ from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.messages.translate import TranslatedMessages, translate
 from lockstep.gateway.messages.write import MessageStream, whole_message
 from lockstep.gateway.openapi.route_doc import RouteDoc
-from lockstep.http.body import is_large, read_body
+from lockstep.http.body import body_bytes, read_body
 from lockstep.http.handlers import EventStream, json_response, request_id_of
+from lockstep.http.off_loop import is_large_json, off_loop
 from lockstep.protocol.anthropic.messages_request import (
     MessagesRequest,
     decode_count,
@@ -107,10 +108,7 @@ class MessagesRoutes:
 
     async def _translated(self, http: Request, body: MessagesRequest) -> TranslatedMessages:
         renderer = await self._context.models.renderer()
-        if is_large(http):
-            translated = await renderer.offload(translate, body)
-        else:
-            translated = translate(body)
+        translated = await off_loop(is_large_json(body_bytes(http)), translate, body)
         if translated.inner_system is not None and not takes_inner_system(renderer):
             where = f"messages.{translated.inner_system}.role"
             # In Anthropic's words: Claude Code reads them, and folds the text elsewhere.

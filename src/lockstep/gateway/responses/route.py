@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from time import time
 
 from starlette.requests import Request
@@ -28,8 +27,9 @@ from lockstep.gateway.responses.write import (
     whole_output,
 )
 from lockstep.gateway.tenants import caller_of
-from lockstep.http.body import is_large, read_body
+from lockstep.http.body import body_bytes, read_body
 from lockstep.http.handlers import EventStream, json_response
+from lockstep.http.off_loop import is_large_json, off_loop
 from lockstep.protocol.common.error_body import error_body
 from lockstep.protocol.openai.chat_decode import check_chat
 from lockstep.protocol.openai.chat_response import ChatReply
@@ -131,8 +131,8 @@ class ResponsesRoutes:
     async def _translated(self, http: Request, body: ResponsesRequest) -> TranslatedResponses:
         renderer = await self._context.models.renderer()
         before = await self._before(http, body, renderer)
-        work = partial(translate, body, before, inner_system=takes_inner_system(renderer))
-        translated = await renderer.offload(work) if is_large(http) else work()
+        large, inner = is_large_json(body_bytes(http)), takes_inner_system(renderer)
+        translated = await off_loop(large, translate, body, before, inner_system=inner)
         _set_effort(translated, body, renderer)
         check_chat(translated.chat)
         return translated

@@ -23,10 +23,9 @@ from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.gateway.tenants import caller_of
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response, unless_gone
-from lockstep.http.off_loop import off_loop
+from lockstep.http.off_loop import is_large_response, off_loop
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
-from lockstep.protocol.json.response_size import is_large
 from lockstep.protocol.openai.completions import (
     CompletionRequest,
     CompletionResponse,
@@ -69,7 +68,7 @@ class CompletionsRoutes:
         writer = CompletionWriter(body, model.name, spelling, prompts, chosen_id)
         if not body.stream:
             completions = await unless_gone(http, self._all(prompts))
-            large = any(is_large(each, body.logprobs or 0) for each in completions)
+            large = any(is_large_response(each, body.logprobs or 0) for each in completions)
             return json_response(await off_loop(large, _encoded, writer, completions))
         events = writer.events([self._items(prompt) for prompt in prompts])
         return await EventStream.started(http, events, chosen_id)
@@ -92,7 +91,7 @@ class CompletionsRoutes:
             text = each if isinstance(each, str) else None
             if isinstance(each, str):
                 await check_room([each], renderer, model.max_model_len, "prompt")
-                ids = await renderer.offload(renderer.encode, each, special=special)
+                ids = await off_loop(True, renderer.encode, each, special=special)
             else:
                 ids = each
             if not ids:

@@ -28,7 +28,7 @@ from lockstep.gateway.tenants import Caller, caller_of
 from lockstep.http import sse
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response, unless_gone
-from lockstep.http.off_loop import LARGE_BYTES, off_loop
+from lockstep.http.off_loop import is_large_json, is_large_response, off_loop
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
     Reading,
@@ -38,7 +38,6 @@ from lockstep.protocol.common.response import (
     finish_of,
     ids_of,
 )
-from lockstep.protocol.json.response_size import is_large
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import decode_abort
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
@@ -147,7 +146,7 @@ class GenerateRoutes:
             return _shown_as(relayed, request, shown), completions
         completions = await worker.generate(request)
         response = await off_loop(
-            is_large(completions, request.sampling.logprobs),
+            is_large_response(completions, request.sampling.logprobs),
             wire.generate_response,
             completions,
             request_id=wire.REQUEST_ID_PREFIX + shown,
@@ -341,8 +340,9 @@ async def _checked(
     Raises the error of a response that must not be handed on.
     """
     if fields.sampling_params.logprobs is not None:
-        large = len(response) > LARGE_BYTES
-        completions = await off_loop(large, decode_generate, response, reading)
+        completions = await off_loop(
+            is_large_json(len(response)), decode_generate, response, reading
+        )
         await worker.accepted.confirm(completions, since, worker.id)
         worker.sampled += sum(len(each.token_ids) for each in completions)
         return completions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.gateway.tenants import full_name
 from lockstep.http.body import read_json
 from lockstep.http.handlers import json_response
+from lockstep.http.off_loop import off_loop
 from lockstep.protocol.common.request import MAX_SALT
 from lockstep.protocol.control.sessions import FinishSession, MintedSession, MintSession
 from lockstep.protocol.json.strict import decode
@@ -156,9 +156,9 @@ async def session_response(
     )
     # A long session is megabytes: not on the event loop.
     if form == "msgpack":
-        packed = await asyncio.to_thread(_msgpack, info, samples)
+        packed = await off_loop(True, _msgpack, info, samples)
         return Response(packed, media_type=MSGPACK)
-    return json_response(await asyncio.to_thread(_json, info, samples))
+    return json_response(await off_loop(True, _json, info, samples))
 
 
 def _json(info: SessionInfo, samples: Sequence[Sample]) -> bytes:

@@ -14,6 +14,7 @@ from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.http.body import read_body
 from lockstep.http.handlers import json_response
+from lockstep.http.off_loop import off_loop
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.vllm.tokenize import (
@@ -63,11 +64,11 @@ class TokenizeRoutes:
         if body.messages is None:
             text = body.prompt or ""
             check_characters([{"content": text}], self._context.limits)
-            ids = await renderer.offload(renderer.encode, text, special=body.special)
+            ids = await off_loop(True, renderer.encode, text, special=body.special)
         else:
             check_characters(body.messages, self._context.limits)
             ids = await self._chat_ids(body, renderer)
-        response = await renderer.offload(tokenized, ids, body, renderer, model.max_model_len)
+        response = await off_loop(True, tokenized, ids, body, renderer, model.max_model_len)
         return json_response(response)
 
     async def detokenize(self, http: Request) -> Response:
@@ -75,7 +76,7 @@ class TokenizeRoutes:
         body = await read_body(http, decode_detokenize, self._context.limits)
         await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()
-        return json_response(await renderer.offload(detokenized, body, renderer))
+        return json_response(await off_loop(True, detokenized, body, renderer))
 
     async def _chat_ids(self, body: TokenizeRequest, renderer: Renderer) -> list[int]:
         chat = ChatRequest(
@@ -87,12 +88,12 @@ class TokenizeRoutes:
             required_prefix_token_ids=body.required_prefix_token_ids,
         )
         prefix = body.required_prefix_token_ids or []
-        await renderer.offload(pieces_of, prefix, renderer, "required_prefix_token_ids")
+        await off_loop(True, pieces_of, prefix, renderer, "required_prefix_token_ids")
         prompt = await prompt_of(chat, await self._variants.of(chat), None)
         if not body.special:
             return as_list(prompt.ids)
-        return await renderer.offload(
-            lambda: renderer.encode(renderer.decode(prompt.ids), special=True)
+        return await off_loop(
+            True, lambda: renderer.encode(renderer.decode(prompt.ids), special=True)
         )
 
 

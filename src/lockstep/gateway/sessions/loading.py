@@ -7,6 +7,7 @@ import asyncio
 from lockstep.gateway.sessions.cache import CachedSession, SessionCache
 from lockstep.gateway.sessions.limits import SessionCounts
 from lockstep.gateway.sessions.samples import reading_back
+from lockstep.http.off_loop import off_loop
 from lockstep.ledger import Ledger
 from lockstep.render import Renderer
 from lockstep.storage.protocols import LoadedSession, SessionStore
@@ -41,8 +42,8 @@ class SessionLoader:
         if loaded is None:
             return None
         with reading_back(name):
-            ledger = await renderer.offload(
-                Ledger.from_turns, loaded.stored.turns, loaded.stored.breaks, renderer
+            ledger = await off_loop(
+                True, Ledger.from_turns, loaded.stored.turns, loaded.stored.breaks, renderer
             )
         cached = CachedSession(loaded.entry, ledger)
         self._cache.add(cached)

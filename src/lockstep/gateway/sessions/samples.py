@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from lockstep.http.off_loop import off_loop
 from lockstep.render import Renderer
 from lockstep.tokens.errors import LockstepError, Unavailable
 
@@ -44,7 +45,7 @@ class TokenizerFingerprints:
         return fingerprint
 
     async def _make(self, renderer: Renderer) -> bytes:
-        fingerprint = await renderer.offload(_fingerprint, renderer.tokenizer)
+        fingerprint = await off_loop(True, _fingerprint, renderer.tokenizer)
         self._fingerprints[renderer.tokenizer] = fingerprint
         return fingerprint
 
