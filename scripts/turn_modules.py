@@ -29,7 +29,7 @@ from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.app import GatewayOptions, data_app
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server.server import listen, serving, url_of
 
@@ -55,9 +55,9 @@ class Recorder:
 
     def _on_event(self, frame: FrameType, event: str, _: Any) -> None:
         if self._modules is not None and event == "call":
-            # The globals, not the file: methods that dataclasses generate have no file.
+            # Constructors that dataclasses generate have no file: creating a value is no hop.
             name = frame.f_globals.get("__name__", "")
-            if name.startswith("lockstep."):
+            if name.startswith("lockstep.") and frame.f_code.co_filename.endswith(".py"):
                 self._modules.add(name)
 
 
@@ -77,7 +77,7 @@ def worker_process() -> Iterator[str]:
 @asynccontextmanager
 async def gateway(worker_url: str) -> AsyncIterator[str]:
     """Serve the data plane of a gateway in this process and yield its URL."""
-    async with Pool() as pool, Sessions("memory") as sessions:
+    async with Pool() as pool, Sessions() as sessions:
         await pool.add(worker_url)
         context = GatewayContext(
             pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions

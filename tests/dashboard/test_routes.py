@@ -18,7 +18,7 @@ from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.app import control_app
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server.server import listen, serving, url_of
 from tests.simulator.fleet import Simulation, simulated

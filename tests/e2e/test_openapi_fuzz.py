@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
+from lockstep.gateway.openapi.control_docs import CONTROL_ROUTE_DOCS
 from lockstep.gateway.openapi.document import ROUTE_DOCS
 from tests.processes import TOKEN, ServeProcess
 

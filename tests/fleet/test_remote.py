@@ -13,7 +13,7 @@ from lockstep.fleet.remote import RemoteFleet
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.app import control_app
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server.server import listen, serving, url_of
 from lockstep.tokens.errors import CheckpointError, Conflict, NotFound, Unavailable, UpdateFailed

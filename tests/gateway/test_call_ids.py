@@ -59,7 +59,7 @@ async def go_on(server: DialectServer, session: str, call: dict[str, Any]) -> No
     await server.ok("/v1/messages", {**BODY, "messages": history}, **{"x-session-id": session})
 
 
-async def test_two_equal_calls_of_one_prompt_are_told_apart_by_their_ids(
+async def test_ids_tell_two_equal_calls_apart(
     server: DialectServer,
 ) -> None:
     first, second = await call_of_attempt(server, "a"), await call_of_attempt(server, "a")

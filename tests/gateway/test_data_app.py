@@ -14,7 +14,7 @@ from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.app import GatewayOptions, data_app
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server.server import listen, serving, url_of
 from tests.backends import scripted
@@ -70,7 +70,7 @@ async def gateway(
 
 
 @pytest.mark.parametrize("owner", ["lockstep", "vllm"])
-async def test_ids_go_to_the_worker_and_its_response_comes_back(owner: str) -> None:
+async def test_ids_are_forwarded_and_the_worker_s_response_is_returned(owner: str) -> None:
     async with gateway(whole(encoded(choice([7, 8], "stop"))), owner=owner) as (http, server):
         async with http.post(GENERATE, json=BODY, headers={"X-Request-Id": "mine"}) as response:
             assert response.status == 200
@@ -107,7 +107,7 @@ async def test_events_before_a_broken_one_are_delivered_and_it_is_not(
     assert lines[3:] == ["[DONE]"]
 
 
-async def test_a_stream_that_ends_too_early_says_so() -> None:
+async def test_a_stream_that_ends_early_is_an_error() -> None:
     async with gateway(events(encoded(choice([5], None)))) as (http, _):
         async with http.post(GENERATE, json={**BODY, "stream": True}) as response:
             text = await response.text()
@@ -153,7 +153,7 @@ async def test_unknown_paths_are_not_found(path: str) -> None:
         ("/v1/embeddings", "GET /docs lists the routes"),
     ],
 )
-async def test_a_path_that_is_not_served_is_told_the_one_that_is(path: str, meant: str) -> None:
+async def test_an_unknown_path_suggests_the_right_one(path: str, meant: str) -> None:
     async with gateway(whole({})) as (http, _), http.post(path, json={}) as response:
         assert response.status == 404
         assert (await response.json())["error"]["message"].endswith(meant)
@@ -184,7 +184,7 @@ async def test_responses_are_counted_by_route_and_status() -> None:
     assert 'route="/sessions/{session}/v1/chat/completions",status="400"} 1.0' in text
 
 
-async def test_what_anybody_may_send_makes_no_series_of_metrics() -> None:
+async def test_raw_paths_create_no_series_of_metrics() -> None:
     paths = ["/{}", "/sessions/{}/v1/chat/completions", "/v1/models/{}", "/sessions/s/{}"]
     async with gateway(whole({}), keys=(KEY,)) as (http, _):
         key = {"authorization": f"Bearer {KEY}"}
@@ -203,7 +203,7 @@ async def test_what_anybody_may_send_makes_no_series_of_metrics() -> None:
 
 
 @pytest.mark.parametrize("owner", ["lockstep", "vllm"])
-async def test_what_fails_before_the_first_token_of_a_stream_has_a_status(owner: str) -> None:
+async def test_an_error_before_the_first_token_of_a_stream_has_a_status(owner: str) -> None:
     refusal = whole({"error": {"message": "too long", "reason": "context_length"}}, 400)
     async with gateway(refusal, owner=owner) as (http, _):
         async with http.post(GENERATE, json={**BODY, "stream": True}) as response:
@@ -211,7 +211,7 @@ async def test_what_fails_before_the_first_token_of_a_stream_has_a_status(owner:
             assert "too long" in (await response.json())["error"]["message"]
 
 
-async def test_a_stream_that_nobody_can_serve_has_a_status() -> None:
+async def test_a_stream_without_a_serving_worker_has_a_status() -> None:
     async with gateway(Reply(fault="reset")) as (http, _):
         async with http.post(GENERATE, json={**BODY, "stream": True}) as response:
             assert response.status == 503
@@ -259,7 +259,7 @@ async def test_workers_see_another_salt_and_another_id_for_each_key(
     assert "mine" not in ids
 
 
-async def test_a_client_of_tinker_is_told_that_there_is_no_trainer_here() -> None:
+async def test_tinker_paths_report_that_there_is_no_trainer() -> None:
     async with gateway(whole({})) as (http, _):
         for method, path in (("GET", "healthz"), ("POST", "create_session")):
             async with http.request(method, f"/api/v1/{path}", json={}) as response:
@@ -267,7 +267,7 @@ async def test_a_client_of_tinker_is_told_that_there_is_no_trainer_here() -> Non
                 assert "lockstep tinker MODEL" in (await response.json())["error"]["message"]
 
 
-async def test_who_looks_for_the_control_plane_here_is_told_of_the_admin_port() -> None:
+async def test_control_paths_on_the_data_port_name_the_admin_port() -> None:
     async with gateway(whole({})) as (http, _):
         for method, path in (
             ("GET", "/v1/rl/state"),

@@ -70,7 +70,7 @@ async def test_openai_s_client_reads_the_code(gateway: str) -> None:
     await client.close()
 
 
-async def test_openai_s_client_does_not_repeat_what_cannot_succeed(gateway: str) -> None:
+async def test_openai_s_client_does_not_retry_a_conflict(gateway: str) -> None:
     headers = {"x-session-id": "once", "x-session-breaks": "strict"}
     client = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key="none", default_headers=headers)
     history: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
+from lockstep.gateway.openapi.control_docs import CONTROL_ROUTE_DOCS
 from lockstep.gateway.openapi.document import ROUTE_DOCS, TOKEN, OpenApiRoutes, describe
 from lockstep.protocol.anthropic.messages_request import MessagesRequest
 from lockstep.protocol.control.fleet import AddWorker, LoadAdapter, PauseFleet, UpdateWeights
@@ -96,7 +96,7 @@ def test_every_route_of_the_data_plane_is_described(document: dict[str, Any]) ->
         app.TokenizeRoutes,
         app.StatusRoutes,
         app.GenerateRoutes,
-        app.OwnSessionRoutes,
+        app.CallerSessionRoutes,
         app.ServerInfoRoutes,
     )
     served = {
@@ -110,8 +110,8 @@ def test_every_route_of_the_control_plane_is_described() -> None:
     app = pytest.importorskip("lockstep.gateway.app")
     context: Any = type("Nothing", (), {"pool": None, "models": None, "sessions": None})()
     routes = [
-        *app.FleetRoutes(context, None).routes,
-        *app.SessionRoutes(context).routes,
+        *app.ControlRoutes(context, None).routes,
+        *app.ControlSessionRoutes(context).routes,
         *app.EngineMetricsRoutes(context).routes,
     ]
     served = {
@@ -136,7 +136,7 @@ def test_only_the_control_plane_always_needs_its_token() -> None:
     assert document_of("data")["security"] == [{}, {"key": []}]
 
 
-def test_the_page_stands_alone_and_names_every_route(client: TestClient) -> None:
+def test_the_page_loads_nothing_and_names_every_route(client: TestClient) -> None:
     page = client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     for route in ROUTE_DOCS:

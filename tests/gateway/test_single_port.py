@@ -35,12 +35,12 @@ async def plane(method: str, path: str, token: str = "") -> tuple[str, str]:
     return answer["plane"], answer["path"]
 
 
-async def test_what_changes_the_fleet_is_always_the_control_planes() -> None:
+async def test_mutations_always_go_to_the_control_plane() -> None:
     for path in ("/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/update_weights"):
         assert await plane("POST", path) == ("control", f"/v1/rl{path}")
 
 
-async def test_what_both_have_is_the_control_planes_for_the_admin_token_only() -> None:
+async def test_shared_paths_go_to_the_control_plane_with_the_admin_token_only() -> None:
     for path in ("/v1/models", "/metrics"):
         assert await plane("GET", path) == ("data", path)
         assert await plane("GET", path, "other") == ("data", path)

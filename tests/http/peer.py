@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lockstep.http.body import read_json
-from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, unless_gone
+from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream
+from lockstep.http.http_request import read_json, unless_gone
 from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, ServerLimits
 from lockstep.http.server.server import listen, serving
 

@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from lockstep.http.indexed_headers import IndexedRequest
+from lockstep.http.http_request import IndexedRequest
 
 SCOPE: dict[str, Any] = {
     "type": "http",

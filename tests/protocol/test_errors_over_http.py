@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.http.body import read_json
 from lockstep.http.client.client import HttpClient
 from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream
+from lockstep.http.http_request import read_json
 from lockstep.http.server.server import listen, serving, url_of
 from lockstep.protocol.common.decode_error import error_of, raise_stated
 from lockstep.protocol.common.error_body import error_fields

@@ -167,7 +167,7 @@ def worker(
     if arithmetic == "portable":  # torch reads it when it is loaded
         os.environ.update(PORTABLE_ENVIRONMENT)
     from lockstep.engine import EngineOptions
-    from lockstep.http.cross_site import check_origins
+    from lockstep.http.auth import check_origins
     from lockstep.worker.dynamo.worker import run_dynamo_worker
     from lockstep.worker.serve import WorkerOptions, run_worker
 

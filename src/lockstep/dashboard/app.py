@@ -30,8 +30,8 @@ from lockstep.dashboard.static_files import INDEX, StaticFile, read_static
 from lockstep.fleet.fleet import Fleet
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.http.body import read_json
 from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, json_response, require_bearer
+from lockstep.http.http_request import read_json
 from lockstep.protocol.json.strict import decode
 from lockstep.run_record import METRICS, Run
 from lockstep.tokens.errors import BadRequest, Busy, NotFound, Unauthorized

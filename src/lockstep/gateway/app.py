@@ -17,24 +17,23 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
-from lockstep.gateway.auth import AdminAuth, DataAuth
+from lockstep.gateway.auth import AdminAuth, DataAuth, TenantKeys
 from lockstep.gateway.chat.route import ChatRoutes
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
-from lockstep.gateway.keys import TenantKeys
 from lockstep.gateway.messages.route import MessagesRoutes
 from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import AdapterFinder, ModelRegistry
-from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
+from lockstep.gateway.model_registry import AdapterFinder, ModelRegistry
+from lockstep.gateway.openapi.control_docs import CONTROL_ROUTE_DOCS
 from lockstep.gateway.openapi.document import TOKEN, OpenApiRoutes
 from lockstep.gateway.responses.route import ResponsesRoutes
+from lockstep.gateway.routes.caller_session import CallerSessionRoutes
 from lockstep.gateway.routes.completions import CompletionsRoutes
+from lockstep.gateway.routes.control import ControlRoutes
+from lockstep.gateway.routes.control_sessions import ControlSessionRoutes
 from lockstep.gateway.routes.engine_metrics import EngineMetricsRoutes
-from lockstep.gateway.routes.fleet import FleetRoutes
 from lockstep.gateway.routes.generate import GenerateRoutes
-from lockstep.gateway.routes.own_session import OwnSessionRoutes
 from lockstep.gateway.routes.server_info import ServerInfoRoutes
-from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.expiry import TTL_SECONDS
@@ -59,11 +58,11 @@ DashboardFactory = Callable[[GatewayContext, GatewayMetrics], ASGIApp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """How a gateway listens and what it stores. A port of 0 is chosen by the system.
+    """How a gateway listens and what it stores. The system chooses a port of 0.
 
-    `tls` is for both ports; clients of the admin port need a certificate where it has a `ca`.
-    `origins` are the sites whose pages may call it. With `share_port`, other gateways may listen on
-    the data port as well; with `single_port`, the data port takes control calls too.
+    `tls` is for both ports; clients of the admin port need a certificate if it has a `ca`.
+    `origins` are the sites whose web pages may call the gateway. With `share_port`, other gateways
+    may listen on the data port as well; with `single_port`, the data port takes control calls too.
     """
 
     host: str = "127.0.0.1"
@@ -90,7 +89,7 @@ class GatewayOptions:
     http: ServerLimits = LIMITS
 
     def check(self) -> None:
-        """Raises Forbidden for a listener that anybody on the network could use."""
+        """Raise Forbidden for a listener that is open to the network without a key or TLS."""
         stored = self.key_store is not None and self.key_store.required
         keyed = bool(self.api_keys) or self.key_file is not None or stored
         check_exposure(self.host, keyed, self.insecure)
@@ -107,7 +106,7 @@ class GatewayOptions:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What a trainer adds to a gateway: routes of the data plane, and adapters by other names."""
+    """The parts that a trainer adds to a gateway: data-plane routes, and names of adapters."""
 
     routes: Sequence[BaseRoute]
     find_adapter: AdapterFinder
@@ -119,9 +118,9 @@ def data_app(
     metrics: GatewayMetrics,
     attached: Sequence[BaseRoute] = (),
 ) -> FastRoutes:
-    """The data plane: every route at the root, and those that may join a session also below it.
+    """Build the data plane: all routes at the root, and below each session those that may join it.
 
-    `attached` are routes of others, behind the same keys.
+    `attached` are the routes of an Attachment, which need the same keys.
     """
     hosts = hosts_of(options.host)
     generate, abort = GenerateRoutes(context).routes
@@ -133,7 +132,7 @@ def data_app(
         *ResponsesRoutes(context).routes,
         *TokenizeRoutes(context).routes,
         *StatusRoutes(context).routes,
-        *OwnSessionRoutes(context).routes,
+        *CallerSessionRoutes(context).routes,
     ]
     all_routes: list[BaseRoute] = [
         abort,
@@ -168,6 +167,7 @@ def data_app(
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
+    # The fast path authenticates with middleware of its own, around the same application.
     return FastRoutes(
         routed,
         auth(routed),
@@ -178,19 +178,19 @@ def data_app(
 
 
 async def _no_trainer(_: Request) -> Response:
-    """What clients of the Tinker API are told by a gateway that only serves."""
+    """Raise NotFound for a path of the Tinker API on a gateway without a trainer."""
     raise NotFound(
-        "this gateway has no trainer, which the Tinker API is for: start one with "
-        "`lockstep tinker MODEL`, which serves all that this one does",
+        "this gateway has no trainer, which the Tinker API needs: start one with "
+        "`lockstep tinker MODEL`, which serves everything that this one does",
         param="path",
     )
 
 
 async def _other_port(http: Request) -> Response:
-    """What those are told who look for the control plane where the requests go."""
+    """Raise NotFound for a control-plane path on the data port."""
     raise NotFound(
-        f"{http.url.path} is a route of the admin port, which this is not: the gateway prints its "
-        "address when it starts, and `lockstep state` finds it on the same machine",
+        f"{http.url.path} is a route of the admin port, and this is the data port: the gateway "
+        "prints the admin address when it starts, and `lockstep state` finds it on this machine",
         param="path",
     )
 
@@ -204,15 +204,15 @@ def control_app(
     metrics: GatewayMetrics | None = None,
     dashboard: ASGIApp | None = None,
 ) -> Starlette:
-    """The control plane: routes of the admin port, every one behind the admin token.
+    """Build the control plane: the routes of the admin port, which all need the admin token.
 
-    `metrics` are here too, as gateways that share a data port are told apart by their admin ports.
-    `dashboard` serves /dashboard, and lets in whom it knows by its own cookie.
+    `metrics` are served here too: gateways that share a data port differ by their admin ports.
+    `dashboard` serves /dashboard, and authenticates its users by a cookie of its own.
     """
     return Starlette(
         routes=[
-            *FleetRoutes(context, fleet, token).routes,
-            *SessionRoutes(context).routes,
+            *ControlRoutes(context, fleet, token).routes,
+            *ControlSessionRoutes(context).routes,
             *EngineMetricsRoutes(context).routes,
             *(() if metrics is None else metrics.routes),
             *OpenApiRoutes(CONTROL_ROUTE_DOCS, "Lockstep control plane", TOKEN).routes,
@@ -234,12 +234,14 @@ async def serve_gateway(
     dashboard: DashboardFactory | None = None,
     attachment: Attachment | None = None,
 ) -> None:
-    """Serves until `stop` is set, then drains. `on_ready` gets the data and the admin URL.
+    """Serve until `stop` is set, then drain. `on_ready` gets the data URL and the admin URL.
 
-    `dashboard` makes what is served at /dashboard of the admin port, `attachment` is of a trainer.
+    `dashboard` builds the application at /dashboard of the admin port; `attachment` comes from a
+    trainer.
     """
     options.check()
     async with AsyncExitStack() as stack:
+        # Both ports are taken before the store is opened: a port in use must fail at once.
         sockets = stack.enter_context(ExitStack())
         data_socket = sockets.enter_context(
             listen(options.host, options.port, share=options.share_port)
@@ -279,7 +281,8 @@ async def serve_gateway(
             Endpoint(data, data_socket, without_ca(tls)),
             Endpoint(admin_app, admin_socket, tls),
         ]
-        # Text needs a tokenizer, tokens do not: without one, chat requests say what is missing.
+        # Token routes need no tokenizer: without one the gateway starts, and chat requests fail
+        # with the cause.
         with suppress(LockstepError):
             await models.renderer()
         async with (

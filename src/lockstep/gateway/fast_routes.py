@@ -1,8 +1,7 @@
-"""The fast path of the data plane: a POST goes to its handler without Starlette's router.
+"""The fast path of the data plane: POST requests that skip Starlette's router and middleware.
 
-Starlette's router and middleware take 5 to 8 % of the time of a request. For the paths that carry
-the load, this does what they do in one place: authenticate, handle, turn errors into responses,
-count.
+These take 5 to 8 % of the time of a request. For the paths that carry the load, FastRoutes does
+their work in one place: authenticate, handle, turn errors into responses, count.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
+from prometheus_client import Counter, Histogram
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -17,9 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.http.auth import RequestAuth
-from lockstep.http.body import ClientGone
 from lockstep.http.handlers import Handler, on_crash, on_gone, on_lockstep_error
-from lockstep.http.indexed_headers import IndexedRequest
+from lockstep.http.http_request import ClientGone, IndexedRequest
 from lockstep.tokens.errors import LockstepError
 
 SESSIONS = "/sessions/"
@@ -27,10 +26,10 @@ SESSION_TEMPLATE = "/sessions/{session}"
 
 
 class FastRoutes:
-    """An ASGI application that looks POST routes up by their path, in one dictionary.
+    """An ASGI application that looks up POST routes by their path, in one dictionary.
 
-    Routes of `in_sessions` are also served under /sessions/{session}. Everything else goes to
-    `fallback`, which must have these routes as well: they stay reachable by other methods.
+    Routes of `in_sessions` are also served under /sessions/{session}. All other requests go to
+    `fallback`, which must have these routes too: other methods get their error from it.
     """
 
     def __init__(
@@ -45,6 +44,7 @@ class FastRoutes:
         self._fallback = fallback
         self._auth = auth
         self._metrics = metrics
+        self._series: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._in_sessions = _posts(in_sessions)
         self._at_root = _posts(at_root) | self._in_sessions
 
@@ -55,16 +55,23 @@ class FastRoutes:
             return
         template, handler = match
         scope["endpoint"] = handler
+        # 499 is counted when the client disconnects: then no response is made.
         status, started = 499, perf_counter()
         try:
             response = await self._respond(handler, IndexedRequest(scope, receive))
             status = response.status_code
             await response(scope, receive, send)
         finally:
-            self._metrics.count(template, status, perf_counter() - started)
+            series = self._series.get((template, status))
+            if series is None:
+                # Looking labels up costs more than counting: the series is kept.
+                series = self._series[template, status] = self._metrics.series(template, status)
+            requests, times = series
+            requests.inc()
+            times.observe(perf_counter() - started)
 
     def _match(self, scope: Scope) -> tuple[str, Handler] | None:
-        """The path template and the handler of a request; None for the fallback."""
+        """Return the path template and the handler of a request; None for the fallback."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return None
         path: str = scope["path"]
@@ -86,6 +93,7 @@ class FastRoutes:
         except ClientGone as error:
             return await on_gone(request, error)
         except Exception as error:
+            # As Starlette's outermost middleware does: one request must not end the connection.
             return await on_crash(request, error)
 
 

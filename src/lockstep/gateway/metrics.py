@@ -20,24 +20,24 @@ from lockstep.http.route_templates import RouteTemplates
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 SESSIONS = {
-    "live": "Sessions that are kept.",
-    "bytes": "Bytes of the sessions that are kept.",
+    "live": "Sessions in the store.",
+    "bytes": "Bytes of the sessions in the store.",
     "hot": "Sessions held in memory.",
     "hot_bytes": "Bytes of the sessions held in memory.",
-    "evicted": "Sessions that left memory for their file, since the start.",
+    "evicted": "Sessions evicted from memory since the start; the store keeps them.",
     "turns": "Turns stored since the start.",
-    "opened": "Sessions begun since the start.",
-    "loaded": "Sessions read back from their file since the start.",
-    "expired": "Sessions deleted because nobody used them, since the start.",
+    "opened": "Sessions created since the start.",
+    "loaded": "Sessions loaded from the store since the start.",
+    "expired": "Idle sessions deleted since the start.",
     "deleted": "Sessions deleted on request since the start.",
-    "unwritten": "Turns that could not be stored since the start; their responses were refused.",
+    "unwritten": "Turns that could not be stored since the start; their requests failed.",
 }
-REFUSED = "Turns refused since the start because the limit of {} was reached."
+REFUSED = "Turns rejected since the start because the limit of {} was reached."
 BREAKS = "Prefix breaks with the cause {} since the start."
 
 
 class GatewayMetrics(Collector):
-    """Counts requests as they end; workers and sessions are read when scraped."""
+    """Counts requests when they end; reads workers and sessions when scraped."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -47,15 +47,14 @@ class GatewayMetrics(Collector):
             registry=self.registry,
         )  # fmt: skip
         self._seconds = Histogram(
-            "lockstep_gateway_request_seconds", "Time to the end of a response.", ["route"],
+            "lockstep_gateway_request_seconds", "Seconds to the end of a response.", ["route"],
             buckets=BUCKETS, registry=self.registry,
         )  # fmt: skip
-        self._series: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.registry.register(self)
         self.routes = [Route("/metrics", self.scrape)]
 
     def middleware(self, app: ASGIApp, templates: RouteTemplates) -> ASGIApp:
-        """`app` with every request counted, under the template of its route."""
+        """Return `app` with each request counted under the template of its route."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -77,25 +76,27 @@ class GatewayMetrics(Collector):
         return counted
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """Counts a request that has ended. `route` is a template such as /v1/models/{model}: with
-        raw paths, a client could create any number of series."""
-        series = self._series.get((route, status))
-        if series is None:
-            series = self._requests.labels(route, str(status)), self._seconds.labels(route)
-            self._series[route, status] = series
-        requests, times = series
+        """Count a finished request. `route` is a template such as /v1/models/{model}: with raw
+        paths, a client could create any number of series."""
+        requests, times = self.series(route, status)
         requests.inc()
         times.observe(seconds)
+
+    def series(self, route: str, status: int) -> tuple[Counter, Histogram]:
+        """Return the counter and the histogram of requests to a route that end with a status."""
+        return self._requests.labels(route, str(status)), self._seconds.labels(route)
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
         in_flight = GaugeMetricFamily(
-            "lockstep_gateway_worker_in_flight", "Requests at a worker.", labels=["worker"]
+            "lockstep_gateway_worker_in_flight", "Requests running at a worker.", labels=["worker"]
         )
         serving = GaugeMetricFamily(
-            "lockstep_gateway_worker_serving", "1 when a worker gets traffic.", labels=["worker"]
+            "lockstep_gateway_worker_serving",
+            "1 while a worker gets traffic, else 0.",
+            labels=["worker"],
         )
         for worker in self._context.pool.workers:
             in_flight.add_metric([worker.id], worker.in_flight)
@@ -116,7 +117,7 @@ class GatewayMetrics(Collector):
 
 
 def _sessions_help(name: str) -> str:
-    """The help text of a number of `Sessions.stats`."""
+    """Return the help text of a number of `Sessions.stats`."""
     kind, _, what = name.partition("_")
     if kind in ("refused", "breaks"):
         return (REFUSED if kind == "refused" else BREAKS).format(what)

@@ -1,6 +1,6 @@
 """One port for both planes, as prime-rl's pools expect of an inference server.
 
-A pool that finds its servers by a host name knows one port: it generates below /v1 there, and loads
+A pool that finds its servers by host name knows one port: it generates below /v1 there, and loads
 adapters and weights at the root.
 """
 
@@ -18,15 +18,15 @@ CALLS = frozenset(
     for prefix in ("", "/v1")
     for name in ("load_lora_adapter", "unload_lora_adapter")
 ) | {"/pause", "/resume", "/update_weights", "/init_broadcaster"}
-"""What a pool changes: always the control plane's, which asks for the admin token."""
+"""Paths of changes, which always go to the control plane and need the admin token."""
 VIEWS = frozenset(("/v1/models", "/metrics"))
-"""What both planes have: the control plane's for whoever shows the admin token."""
+"""Paths of both planes; with the admin token they go to the control plane."""
 
 
 class SinglePort:
-    """The data plane, with the calls of a pool handed to the control plane under their own names.
+    """The data plane, which forwards a pool's control calls to the control plane.
 
-    Nothing is opened that the admin port would not do for the same caller.
+    It allows nothing that the admin port would not allow the same caller.
     """
 
     def __init__(self, data: ASGIApp, control: ASGIApp, token: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import math
@@ -22,8 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep import tracing
 from lockstep.http import sse
-from lockstep.http.body import ClientGone
-from lockstep.http.presence import GONE
+from lockstep.http.http_request import ClientGone, unless_gone
 from lockstep.http.route_templates import UNKNOWN, RouteTemplates
 from lockstep.protocol.common.error_body import error_body, error_fields
 from lockstep.protocol.common.request_id import is_request_id
@@ -55,30 +53,6 @@ def require_bearer(request: Request, token: str) -> None:
             else "this route needs the header 'Authorization: Bearer <admin token>'",
             param="authorization",
         )
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away (raises ClientGone)."""
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("a request is handled in a task")
-    left = False
-
-    def leave() -> None:
-        nonlocal left
-        left = task.cancel()
-
-    when_gone = request.scope["extensions"][GONE]
-    when_gone(leave)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        # As in asyncio.timeout: only if nobody else wants this task to end.
-        if left and task.uncancel() == 0:
-            raise ClientGone from None
-        raise
-    finally:
-        when_gone(None)
 
 
 class EventStream(Response):

@@ -11,7 +11,7 @@ import msgspec
 from lockstep.ledger.lineage import Branch, find_branches
 from lockstep.ledger.tree import Node
 from lockstep.tokens import RoutedExperts, Sample, ShapedSpan, TrainedSpan, VersionSpan
-from lockstep.tokens.errors import BadExperts, Conflict
+from lockstep.tokens.errors import Conflict
 from lockstep.tokens.lineage import check_kinds, check_weights, weighted
 
 COMPARABLE = ("logprob_mode", "temperature", "adapter")
@@ -184,34 +184,6 @@ def _lineage(branch: Branch | None) -> dict[str, Any]:
         "harness": branch.harness or None,
         "evidence": branch.evidence,
     }
-
-
-def own_experts(
-    parent: Node | None, experts: RoutedExperts | None, start: int
-) -> RoutedExperts | None:
-    """The rows that this turn adds, copied out of the response's buffer.
-
-    The last token before the turn had no row yet: it was not forwarded then. Raises BadExperts
-    when rows are missing, or when the turn does not fit the turns before it.
-    """
-    before = parent.experts if parent is not None else None
-    if parent is not None and (before is None) != (experts is None):
-        raise BadExperts(
-            f"this turn came {'without' if experts is None else 'with'} routed experts, the turn "
-            f"before {'with' if experts is None else 'without'}; request them on every turn or none"
-        )
-    if experts is None:
-        return None
-    if before is not None and (before.shape[1:], before.dtype) != (
-        experts.shape[1:],
-        experts.dtype,
-    ):
-        raise BadExperts(
-            f"routed experts are {experts.dtype} of {experts.shape[1:]} per token, in the turn "
-            f"before {before.dtype} of {before.shape[1:]}"
-        )
-    own = experts.from_row(max(start - 1, 0))
-    return RoutedExperts(bytes(own.data), own.shape, own.dtype, own.start)
 
 
 def _joined(parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:

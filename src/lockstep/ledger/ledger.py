@@ -11,6 +11,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -18,21 +19,17 @@ import msgspec
 
 from lockstep.http.off_loop import is_large_history, off_loop
 from lockstep.ledger import codec
-from lockstep.ledger.branch_sample import branch_sample, branch_samples, own_experts
+from lockstep.ledger.branch_sample import branch_sample, branch_samples
 from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
-from lockstep.ledger.id_json_cache import IdJsonCache
 from lockstep.ledger.matching import (
     EXPLAINED,
     UNREAD,
     Cause,
-    PlannedPrompt,
     PromptPlan,
-    TurnRequest,
     find_prompt,
     light_prompt,
     read_request,
 )
-from lockstep.ledger.read_history import ReadHistory
 from lockstep.ledger.tree import (
     IDS,
     LOGPROBS,
@@ -40,7 +37,10 @@ from lockstep.ledger.tree import (
     Reply,
     cost,
     longest_by_ids,
+    own_experts,
 )
+from lockstep.ledger.turn_cache import IdJsonCache, ReadHistory
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.render.messages import Message, canonical, plain_messages
 from lockstep.render.renderer import Renderer
 from lockstep.tokens import Completion, Sample
@@ -78,7 +78,7 @@ class Ledger:
         breaks="strict", PrefixBreak with its cause.
         """
         request = read_request(self.roots, messages, tools)
-        return self._settle(request, find_prompt(request, self.roots, self.renderer), self.breaks)
+        return self._settle(find_prompt(request, self.roots, self.renderer), self.breaks)
 
     async def plan_async(
         self,
@@ -103,10 +103,10 @@ class Ledger:
         request = await off_loop(large, read_request, roots, messages, tools, known)
         if lazy:
             self.read_history.keep(known.json, request.messages, request.history)
-        prompt = light_prompt(request, renderer)
-        if prompt is None:
-            prompt = await off_loop(True, find_prompt, request, self.roots[:], renderer)
-        return self._settle(request, prompt, breaks or self.breaks, lazy=lazy)
+        plan = light_prompt(request, renderer)
+        if plan is None:
+            plan = await off_loop(True, find_prompt, request, self.roots[:], renderer)
+        return self._settle(plan, breaks or self.breaks, lazy=lazy)
 
     def plan_ids(self, prompt_ids: Sequence[int], *, breaks: Breaks | None = None) -> PromptPlan:
         """Where a turn with a prompt of ids belongs: after the longest stored turn it begins with.
@@ -341,45 +341,25 @@ class Ledger:
         self.nodes.append(node)
         self.siblings(node.parent).append(node)
 
-    def _settle(
-        self, request: TurnRequest, prompt: PlannedPrompt, breaks: Breaks, *, lazy: bool = False
-    ) -> PromptPlan:
-        """The plan of a prompt; a break is recorded here, on the caller's thread."""
-        node, cause = prompt.anchor.node, prompt.cause
-        before = node.breaks if node is not None else ()
-        if cause is None:
-            return PromptPlan(
-                prompt_ids=self._whole(prompt, lazy),
-                parent=node,
-                new_messages=request.history[prompt.anchor.length :],
-                tools=request.tools_key,
-                breaks=before,
-            )
-        history = repr(request.history).encode(errors="surrogatepass")
-        self._record(cause, history, node)
-        if breaks == "strict":
-            raise PrefixBreak(
-                f"{EXPLAINED[cause]} ({prompt.anchor.length} of {len(request.history)} messages "
-                "are a stored history); send it unchanged, or allow branches with breaks='fork'",
-                cause=cause,
-                param="tools" if cause == "tools_changed" else "messages",
-            )
-        return PromptPlan(
-            prompt_ids=prompt.ids,
-            parent=None,
-            new_messages=request.history,
-            tools=request.tools_key,
-            cause=cause,
-            breaks=(*before, cause),
-        )
-
-    def _whole(self, prompt: PlannedPrompt, lazy: bool) -> Sequence[int]:
-        node = prompt.anchor.node
-        if node is None or not prompt.extends:
-            return prompt.ids
-        if lazy and prompt.ids:
-            return self.id_json.prompt(node, prompt.ids)
-        return [*node.ids(), *prompt.ids]
+    def _settle(self, plan: PromptPlan, breaks: Breaks, *, lazy: bool = False) -> PromptPlan:
+        """Return the plan with all ids of its prompt; a break is recorded here, on the caller's
+        thread. Raises PrefixBreak for one in a strict session."""
+        if (cause := plan.cause) is not None:
+            history = plan.new_messages
+            self._record(cause, repr(history).encode(errors="surrogatepass"), plan.matched.node)
+            if breaks == "strict":
+                raise PrefixBreak(
+                    f"{EXPLAINED[cause]} ({plan.matched.length} of {len(history)} messages "
+                    "are a stored history); send it unchanged, or allow branches with "
+                    "breaks='fork'",
+                    cause=cause,
+                    param="tools" if cause == "tools_changed" else "messages",
+                )
+        if (node := plan.parent) is None:
+            return plan
+        added = as_list(plan.prompt_ids)
+        whole = self.id_json.prompt(node, added) if lazy and added else [*node.ids(), *added]
+        return replace(plan, prompt_ids=whole)
 
     def _record(self, cause: Cause, request: bytes, node: Node | None) -> None:
         """Counts and logs a break once, however often the same request is tried."""

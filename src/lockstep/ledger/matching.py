@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.http.off_loop import SHORT_EXTENSION_CHARACTERS
-from lockstep.ledger.read_history import ReadMessages
 from lockstep.ledger.tree import Match, Node, longest, text_size
+from lockstep.ledger.turn_cache import ReadMessages
 from lockstep.render.messages import (
     Message,
     Plain,
@@ -24,6 +24,7 @@ from lockstep.render.renderer import Renderer
 from lockstep.tokens.errors import BadRequest
 
 UNREAD = ReadMessages()
+NO_MATCH = Match()
 Cause = Literal["edited_history", "tools_changed", "thinking_dropped", "truncated", "no_bridge"]
 
 EXPLAINED: dict[Cause, str] = {
@@ -39,8 +40,9 @@ EXPLAINED: dict[Cause, str] = {
 class PromptPlan:
     """A prompt to send, and where its turn will be stored.
 
-    `cause` is the prefix break that made a new branch, if one did; `breaks` are all those before
-    it. `partial` holds what an aborted turn had sampled already: the whole turn is
+    `matched` is the stored history that the request begins with. Its turn is the `parent`, unless
+    a prefix break made a new branch: `cause` is that break, and `breaks` are all up to it.
+    `partial` holds what an aborted turn had sampled already: the whole turn is
     `partial + completion.token_ids`. `by_ids` marks a prompt that came as ids.
     """
 
@@ -48,6 +50,7 @@ class PromptPlan:
     parent: Node | None
     new_messages: tuple[Message, ...]
     tools: bytes
+    matched: Match = NO_MATCH
     cause: Cause | None = None
     breaks: tuple[str, ...] = ()
     continues: bool = False
@@ -69,19 +72,6 @@ class TurnRequest:
     history: tuple[Message, ...]
     tools_key: bytes
     match: Match
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedPrompt:
-    """The ids of a request, the turn they extend (or broke from), and the cause of a break.
-
-    With `extends`, they are only those that follow the ids of that turn.
-    """
-
-    ids: list[int]
-    anchor: Match
-    cause: Cause | None = None
-    extends: bool = False
 
 
 def read_request(
@@ -115,25 +105,44 @@ def _with_stored_reply(history: tuple[Message, ...], match: Match) -> tuple[Mess
     return (*history[: match.length - 1], match.node.reply, *history[match.length :])
 
 
-def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer) -> PlannedPrompt:
-    """The prompt of a request. Raises BadRequest when the template refuses the messages."""
-    cause, anchor = _claims(request, roots)
-    node = anchor.node if cause is None else None
+def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer) -> PromptPlan:
+    """Return the plan of a request; where it has a parent, with only the ids that follow it.
+
+    The ledger puts the ids of the parent before them. Raises BadRequest when the template refuses
+    the messages.
+    """
+    cause, matched = _claims(request, roots)
+    node = matched.node if cause is None else None
     if node is not None:
         ids, cause = _extended(request, node, renderer)
         if ids is not None:
-            return PlannedPrompt(ids, anchor, extends=True)
+            return _plan(request, ids, matched)
     whole = renderer.render_plain(request.messages, request.tools)
     if node is not None:
         # A format without a bridge may still append: its whole render is then exact by itself.
         stored = node.ids().tolist()
         if len(whole) > len(stored) and whole[: len(stored)] == stored:
-            return PlannedPrompt(whole[len(stored) :], anchor, extends=True)
-    return PlannedPrompt(whole, anchor, cause)
+            return _plan(request, whole[len(stored) :], matched)
+    return _plan(request, whole, matched, cause)
 
 
-def light_prompt(request: TurnRequest, renderer: Renderer) -> PlannedPrompt | None:
-    """The prompt of a turn that only appends a little; None where it takes longer to find.
+def _plan(
+    request: TurnRequest, ids: list[int], matched: Match, cause: Cause | None = None
+) -> PromptPlan:
+    before = matched.node.breaks if matched.node is not None else ()
+    return PromptPlan(
+        prompt_ids=ids,
+        parent=matched.node if cause is None else None,
+        new_messages=request.history[matched.length :] if cause is None else request.history,
+        tools=request.tools_key,
+        matched=matched,
+        cause=cause,
+        breaks=before if cause is None else (*before, cause),
+    )
+
+
+def light_prompt(request: TurnRequest, renderer: Renderer) -> PromptPlan | None:
+    """Return the plan of a turn that only appends a little; None where it takes longer to find.
 
     It is what `find_prompt` finds, without waiting for a thread, which takes longer than this.
     """
@@ -144,7 +153,7 @@ def light_prompt(request: TurnRequest, renderer: Renderer) -> PlannedPrompt | No
     if sum(map(text_size, new)) > SHORT_EXTENSION_CHARACTERS:
         return None
     ids, _ = _extended(request, match.node, renderer)
-    return None if ids is None else PlannedPrompt(ids, match, extends=True)
+    return None if ids is None else _plan(request, ids, match)
 
 
 def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, Match]:

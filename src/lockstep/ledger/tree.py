@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.ledger.origin import Origin
 from lockstep.render.messages import Message, same, starts_with
 from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, VersionSpan
+from lockstep.tokens.errors import BadExperts
 
 IDS = "i"
 """Token ids as 32-bit integers."""
@@ -188,3 +189,31 @@ def text_size(message: Message) -> int:
     """About what a message takes, in characters and with what every message costs."""
     text = len(message.content) + len(message.reasoning or "") + len(message.extra)
     return 200 + text + sum(100 + len(call.arguments) for call in message.tool_calls)
+
+
+def own_experts(
+    parent: Node | None, experts: RoutedExperts | None, start: int
+) -> RoutedExperts | None:
+    """The rows that this turn adds, copied out of the response's buffer.
+
+    The last token before the turn had no row yet: it was not forwarded then. Raises BadExperts
+    when rows are missing, or when the turn does not fit the turns before it.
+    """
+    before = parent.experts if parent is not None else None
+    if parent is not None and (before is None) != (experts is None):
+        raise BadExperts(
+            f"this turn came {'without' if experts is None else 'with'} routed experts, the turn "
+            f"before {'with' if experts is None else 'without'}; request them on every turn or none"
+        )
+    if experts is None:
+        return None
+    if before is not None and (before.shape[1:], before.dtype) != (
+        experts.shape[1:],
+        experts.dtype,
+    ):
+        raise BadExperts(
+            f"routed experts are {experts.dtype} of {experts.shape[1:]} per token, in the turn "
+            f"before {before.dtype} of {before.shape[1:]}"
+        )
+    own = experts.from_row(max(start - 1, 0))
+    return RoutedExperts(bytes(own.data), own.shape, own.dtype, own.start)

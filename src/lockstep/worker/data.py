@@ -18,13 +18,8 @@ from lockstep import tracing
 from lockstep.engine import Engine
 from lockstep.http import sse
 from lockstep.http.auth import FixedKeys, RequestAuth
-from lockstep.http.body import read_body
-from lockstep.http.handlers import (
-    EXCEPTION_HANDLERS,
-    EventStream,
-    json_response,
-    unless_gone,
-)
+from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, json_response
+from lockstep.http.http_request import read_body, unless_gone
 from lockstep.http.off_loop import is_large_response, off_loop
 from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.common.request_id import check_request_id

@@ -22,8 +22,8 @@ from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import read_shared
 from lockstep.engine.weights.weights import Weights
 from lockstep.http.auth import RequestAuth
-from lockstep.http.body import read_json
 from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, require_bearer
+from lockstep.http.http_request import read_json
 from lockstep.protocol.control import worker as control
 from lockstep.protocol.control.generations import Generations
 from lockstep.protocol.control.worker import TensorSpec

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Mount
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.chat.route import ChatRoutes
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.server.server import listen, serving, url_of

@@ -176,7 +176,7 @@ async def test_a_stop_string_cuts_the_text_and_no_id(
 
 
 @pytest.mark.failure_mode("F21")
-async def test_a_turn_that_was_cut_is_closed_with_tokens_nobody_sampled(
+async def test_a_cut_turn_is_closed_with_tokens_that_were_not_sampled(
     served: Served, renderer: Renderer
 ) -> None:
     session = {"x-session-id": "cut"}

@@ -131,7 +131,7 @@ async def test_no_token_at_all_is_a_valid_response(stream: bool) -> None:
 
 @pytest.mark.failure_mode("F12")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_abort_says_so_and_keeps_its_tokens(renderer: Renderer, stream: bool) -> None:
+async def test_an_abort_is_reported_and_keeps_its_tokens(renderer: Renderer, stream: bool) -> None:
     ids = renderer.encode("31")
     async with answering(choice(ids, finish="abort")) as (served, _):
         body = {"model": "m", "messages": REVERSE, "return_token_ids": True}

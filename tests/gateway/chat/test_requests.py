@@ -81,7 +81,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], param:
                      "nvext.agent_hints.priority", marks=pytest.mark.failure_mode("F04")),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_a_bad_request(body: dict[str, Any], param: str) -> None:
+def test_invalid_or_contradictory_fields_are_a_bad_request(
+    body: dict[str, Any], param: str
+) -> None:
     with pytest.raises(BadRequest) as caught:
         read(**body)
     assert caught.value.param == param

@@ -158,7 +158,7 @@ async def test_with_tool_choice_none_a_call_is_text(served: Served) -> None:
 
 @pytest.mark.failure_mode("F10")
 @pytest.mark.parametrize("path", [CHAT, f"{CHAT}/tokens"])
-async def test_ids_supplied_are_the_prompt_whatever_the_message_says(
+async def test_ids_of_the_request_are_the_prompt_and_messages_are_ignored(
     served: Served, renderer: Renderer, path: str
 ) -> None:
     ids = renderer.render(REVERSE)

@@ -44,7 +44,7 @@ def name_of(call: dict[str, Any]) -> str:
 
 
 @pytest.mark.failure_mode("F67")
-async def test_a_schema_is_kept_and_logprobs_stay_whole(served: Served) -> None:
+async def test_a_schema_holds_and_logprobs_stay_complete(served: Served) -> None:
     choice = await chosen(served, response_format=FORMAT, logprobs=True, return_token_ids=True)
     assert choice["finish_reason"] == "stop"
     value = json.loads(choice["message"]["content"])
@@ -59,7 +59,9 @@ async def test_any_object_will_do_for_json_object(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_demanded_call_comes_whatever_the_model_likes(served: Served, stream: bool) -> None:
+async def test_a_required_call_is_made_against_the_model_s_preference(
+    served: Served, stream: bool
+) -> None:
     client = served.openai
     body: dict[str, Any] = {
         "model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 400,
@@ -97,7 +99,7 @@ async def test_none_leaves_calls_as_text(served: Served) -> None:
     assert "tool_calls" not in choice["message"]
 
 
-async def test_a_schema_beside_tools_holds_what_is_no_call(served: Served) -> None:
+async def test_a_schema_beside_tools_applies_to_replies_without_a_call(served: Served) -> None:
     for seed in range(4):
         choice = await chosen(served, tools=[TOOL], response_format=FORMAT, seed=seed)
         if not choice["message"].get("tool_calls") and choice["finish_reason"] == "stop":
@@ -116,7 +118,7 @@ async def test_a_schema_beside_tools_holds_what_is_no_call(served: Served) -> No
          "structured_outputs"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_held_to_is_refused_by_name(
+async def test_unsupported_grammars_are_rejected_by_name(
     served: Served, body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -124,7 +126,7 @@ async def test_what_cannot_be_held_to_is_refused_by_name(
     assert refused.value.param == param
 
 
-async def test_a_message_that_goes_on_cannot_be_held_to_a_schema(served: Served) -> None:
+async def test_a_continued_message_cannot_have_a_schema(served: Served) -> None:
     begun = [*SUM, {"role": "assistant", "content": "The"}]
     error = await served.refusal(
         messages=begun, response_format=FORMAT, continue_final_message=True,
@@ -134,7 +136,9 @@ async def test_a_message_that_goes_on_cannot_be_held_to_a_schema(served: Served)
 
 
 @pytest.mark.failure_mode("F67")
-async def test_a_session_of_held_turns_is_exact_and_says_what_held_them(served: Served) -> None:
+async def test_a_session_of_constrained_turns_is_exact_and_names_the_grammar(
+    served: Served,
+) -> None:
     messages: list[Any] = list(SUM)
     for turn in range(2):
         response = await served.post(

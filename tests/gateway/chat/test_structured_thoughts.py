@@ -65,7 +65,7 @@ async def test_a_thought_of_any_length_may_come_before_a_demanded_call(
      {"structured_outputs": {"choice": ['{"word": "sea"}', "none"]}},
      {"response_format": SCHEMA, "tools": [TOOL]}],
 )  # fmt: skip
-async def test_and_before_what_a_schema_or_another_grammar_demands(
+async def test_thinking_precedes_a_schema_or_another_grammar(
     server: DialectServer, held: dict[str, Any]
 ) -> None:
     reply = await server.ok(CHAT, body("think, then answer", **held))

@@ -81,7 +81,9 @@ async def test_thinking_text_and_parallel_calls_come_as_blocks(server: DialectSe
     assert message["stop_reason"] == "tool_use"
 
 
-async def test_a_stream_has_every_event_in_order_and_says_the_same(server: DialectServer) -> None:
+async def test_a_stream_has_every_event_in_order_and_adds_up_to_the_response(
+    server: DialectServer,
+) -> None:
     body = {**BODY, "messages": [user("two files")], "tools": [READ]}
     events = await server.events(MESSAGES, body)
     names = [name for name, _ in events]
@@ -182,7 +184,7 @@ async def test_an_edited_turn_is_a_break_and_edited_thinking_is_refused(
     assert response.headers["x-lockstep-break"] == "edited_history"
 
 
-async def test_a_turn_of_messages_goes_on_in_chat_and_back(server: DialectServer) -> None:
+async def test_a_session_continues_from_messages_in_chat_and_back(server: DialectServer) -> None:
     headers = {"x-session-id": "both"}
     first = await server.ok(MESSAGES, {**BODY, "messages": [user("Hello")]}, **headers)
     words = first["content"][0]["text"]
@@ -201,7 +203,7 @@ async def test_a_turn_of_messages_goes_on_in_chat_and_back(server: DialectServer
 
 
 @pytest.mark.failure_mode("F57")
-async def test_the_billing_header_of_claude_code_is_left_out_and_said(
+async def test_the_billing_header_of_claude_code_is_dropped_and_reported(
     server: DialectServer,
 ) -> None:
     path = "/sessions/billed" + MESSAGES
@@ -251,7 +253,7 @@ async def test_a_system_message_among_the_others_is_rendered_there(server: Diale
     assert "<|im_start|>system\nBe brief.<|im_end|>" in server.renderer.decode(sample.token_ids)
 
 
-async def test_what_claude_code_sends_is_taken_and_listed(server: DialectServer) -> None:
+async def test_fields_of_claude_code_are_accepted_and_listed(server: DialectServer) -> None:
     response = await server.post(
         MESSAGES + "?beta=true",
         {
@@ -282,7 +284,7 @@ async def test_what_claude_code_sends_is_taken_and_listed(server: DialectServer)
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
     ],
 )
-async def test_what_is_not_known_is_refused_by_name_in_anthropics_shape(
+async def test_unknown_fields_are_rejected_by_name_in_anthropics_shape(
     server: DialectServer, change: dict[str, Any], named: str
 ) -> None:
     response = await server.post(MESSAGES, {**BODY, "messages": [user("Hello")], **change})
@@ -308,7 +310,7 @@ async def test_an_error_before_the_first_token_is_a_status_and_after_it_an_event
     assert "message_stop" not in [name for name, _ in events]
 
 
-async def test_more_tokens_than_there_is_room_for_are_clamped_and_said(
+async def test_a_token_limit_beyond_the_context_is_clamped_and_reported(
     server: DialectServer,
 ) -> None:
     body = {**BODY, "messages": [user("Hello")], "max_tokens": 1_000_000}
@@ -328,7 +330,7 @@ async def test_a_stop_sequence_ends_the_text_and_is_named(server: DialectServer)
     assert events[-2][1]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "there"}
 
 
-async def test_a_schema_holds_what_is_said_to_its_form(server: DialectServer) -> None:
+async def test_a_schema_constrains_the_reply(server: DialectServer) -> None:
     schema = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
     wanted = {"format": {"type": "json_schema", "schema": schema}}
     body = {**BODY, "messages": [user("a title")], "output_config": wanted}
@@ -344,7 +346,7 @@ async def test_the_token_limit_ends_a_turn_as_max_tokens(server: DialectServer) 
 
 
 @pytest.mark.parametrize("words", [50_000, 400_000])
-async def test_a_prompt_that_does_not_fit_is_told_in_words_that_clients_know(
+async def test_a_prompt_too_long_is_reported_in_words_that_clients_parse(
     server: DialectServer, words: int
 ) -> None:
     response = await server.post(MESSAGES, {**BODY, "messages": [user("word " * words)]})
@@ -373,7 +375,7 @@ async def test_either_header_carries_the_key(worker: WorkerProcess) -> None:
         assert (await server.post(MESSAGES, body)).status_code == 401
 
 
-async def test_a_message_that_the_caller_began_goes_on(server: DialectServer) -> None:
+async def test_a_prefilled_message_is_continued(server: DialectServer) -> None:
     messages = [user("Hello"), {"role": "assistant", "content": "Hello"}]
     message = await server.ok(MESSAGES, {**BODY, "messages": messages})
     assert message["content"][0]["text"] == "Hello there."

@@ -93,7 +93,9 @@ async def test_reasoning_text_and_parallel_calls_are_items(server: DialectServer
     assert first["call_id"] != second["call_id"]
 
 
-async def test_a_stream_has_every_event_in_order_and_says_the_same(server: DialectServer) -> None:
+async def test_a_stream_has_every_event_in_order_and_adds_up_to_the_response(
+    server: DialectServer,
+) -> None:
     body = {**BODY, "input": "two files", "tools": [READ]}
     events = await server.events(RESPONSES, body)
     names = [name.removeprefix("response.") for name, _ in events]
@@ -216,7 +218,7 @@ async def test_an_item_that_was_edited_in_mid_history_is_seen(
     assert response.headers["x-lockstep-break"] == "edited_history"
 
 
-async def test_a_turn_of_responses_goes_on_in_messages(server: DialectServer) -> None:
+async def test_a_session_continues_from_responses_in_messages(server: DialectServer) -> None:
     headers = {"x-session-id": "both"}
     body = {**BODY, "input": "two files", "tools": [READ]}
     first = await server.ok(RESPONSES, body, **headers)
@@ -278,7 +280,7 @@ async def test_tools_of_a_namespace_are_called_in_it(server: DialectServer) -> N
     assert response.headers["x-lockstep-bridged"] == "true"
 
 
-async def test_a_request_goes_on_from_the_response_before_it(server: DialectServer) -> None:
+async def test_a_request_continues_its_previous_response(server: DialectServer) -> None:
     path = "/sessions/previous" + RESPONSES
     body = {**BODY, "tools": [READ], "instructions": "Be kind."}
     first = await server.ok(path, {**body, "input": "two files"})
@@ -310,7 +312,7 @@ async def test_in_a_session_the_response_before_is_found_by_its_turn_after_a_res
         assert (await server.post("/sessions/other" + RESPONSES, body)).status_code == 400
 
 
-async def test_stored_responses_are_read_and_deleted_by_whom_they_belong_to(
+async def test_only_its_owner_reads_and_deletes_a_stored_response(
     server: DialectServer,
 ) -> None:
     response = await server.ok(RESPONSES, {**BODY, "input": "Hello"})
@@ -327,7 +329,7 @@ async def test_stored_responses_are_read_and_deleted_by_whom_they_belong_to(
     assert (await server.http.get(f"{RESPONSES}/{kept['id']}")).status_code == 404
 
 
-async def test_what_codex_sends_is_taken_and_listed(server: DialectServer) -> None:
+async def test_fields_of_codex_are_accepted_and_listed(server: DialectServer) -> None:
     response = await server.post(
         RESPONSES,
         {
@@ -374,7 +376,7 @@ async def test_what_codex_sends_is_taken_and_listed(server: DialectServer) -> No
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
-async def test_what_is_not_known_is_refused_by_name(
+async def test_unknown_fields_are_rejected_by_name(
     server: DialectServer, change: dict[str, Any], named: str
 ) -> None:
     response = await server.post(RESPONSES, {**BODY, "input": "Hello", **change})
@@ -420,7 +422,7 @@ async def test_a_turn_that_was_cut_is_incomplete(server: DialectServer) -> None:
     assert (await server.events(RESPONSES, body))[-1][0] == "response.incomplete"
 
 
-async def test_a_websocket_is_refused_so_that_codex_goes_on_over_http(
+async def test_a_websocket_is_rejected_so_that_codex_falls_back_to_http(
     server: DialectServer,
 ) -> None:
     upgrade = {
@@ -433,7 +435,7 @@ async def test_a_websocket_is_refused_so_that_codex_goes_on_over_http(
     assert response.status_code == 426
 
 
-async def test_the_sdk_reads_streams_and_parses_what_comes(server: DialectServer) -> None:
+async def test_the_sdk_reads_streams_and_parses_the_output(server: DialectServer) -> None:
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     tools: Any = [READ]
     async with (

@@ -17,7 +17,7 @@ from lockstep.backends.transport import ModelCard
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.routes.completions import CompletionsRoutes
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
@@ -243,7 +243,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
 
 @pytest.mark.failure_mode("F18")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_engine_refuses_has_its_status_in_streams_too(
+async def test_an_engine_s_rejection_has_its_status_in_streams_too(
     client: Client, stream: bool
 ) -> None:
     error = await client.refused(prompt=[71, 99999], stream=stream)

@@ -13,7 +13,7 @@ import pytest
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.app import control_app
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from tests.simulator.fleet import Simulation, simulated
 
@@ -81,7 +81,7 @@ async def test_a_drain_must_end_some_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure_mode("F24")
-async def test_a_failed_update_says_who_failed_and_why(tmp_path: Path) -> None:
+async def test_a_failed_update_names_the_worker_and_the_cause(tmp_path: Path) -> None:
     async with control(tmp_path) as (fleet, client):
         fleet.workers[1].strike("stage", "error")
         response = await client.post("update_weights", json={"weight_dir": fleet.checkpoint("a")})

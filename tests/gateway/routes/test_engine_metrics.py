@@ -25,7 +25,7 @@ lockstep_worker_generated_tokens_total{model="tiny"} 90.0
 """
 
 
-def test_engines_of_a_vllm_server_are_told_apart() -> None:
+def test_engines_of_one_vllm_server_have_different_labels() -> None:
     assert list(read_samples(VLLM, "w")) == [
         EngineSample("num_requests_running", "w", 3.0),
         EngineSample("num_requests_running", "w/1", 4.0),

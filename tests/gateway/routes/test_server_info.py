@@ -29,7 +29,7 @@ async def http(worker: WorkerProcess) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_the_server_says_what_it_is_in_vllm_s_shape(http: httpx.AsyncClient) -> None:
+async def test_server_info_has_vllm_s_shape(http: httpx.AsyncClient) -> None:
     response = await http.get("/server_info", params={"config_format": "json"})
     config = response.json()["vllm_config"]
     assert config["model_config"] == {

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from lockstep.backends.transport import ModelCard
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
@@ -172,7 +172,9 @@ async def test_an_id_that_is_none_is_named(client: Client, tokens: Any, param: s
     assert (await client.refused("/detokenize", tokens=tokens))["param"] == param
 
 
-async def test_a_required_prefix_is_kept_to_the_id(client: Client, renderer: Renderer) -> None:
+async def test_the_prompt_starts_with_every_id_of_a_required_prefix(
+    client: Client, renderer: Renderer
+) -> None:
     messages = [*HI, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "More"}]
     # Not how the tokenizer would write it: one token for each letter.
     letters = [renderer.encode(letter)[0] for letter in "Hello"]
@@ -184,7 +186,7 @@ async def test_a_required_prefix_is_kept_to_the_id(client: Client, renderer: Ren
 
 
 @pytest.mark.parametrize("closed", [False, True])
-async def test_a_prefix_that_ends_in_a_user_turn_is_kept_and_opened(
+async def test_a_prefix_that_ends_in_a_user_turn_is_opened_for_a_reply(
     client: Client, renderer: Renderer, closed: bool
 ) -> None:
     """NeMo-RL's own test sends its whole chat body, sampling fields and all."""

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from starlette.requests import Request
 
-from lockstep.gateway.tenants import Caller
+from lockstep.gateway.callers import Caller
 from lockstep.http.handlers import CALLER
 from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.samplers import Samplers

@@ -226,7 +226,7 @@ class GatewayArguments:
         """Return the options of the gateway, with its sessions and API keys in `store`."""
         from lockstep.gateway.app import GatewayOptions
         from lockstep.gateway.sessions.limits import SESSION_LIMITS
-        from lockstep.http.cross_site import check_origins
+        from lockstep.http.auth import check_origins
 
         limits, http, session_limits = parse_limits(
             self.limit or (), REQUEST_LIMITS, LIMITS, SESSION_LIMITS

@@ -1,1 +1,1 @@
-"""OpenAI's chat completions dialect: prompts, turns, streams."""
+"""OpenAI's chat dialect, whose request is also the form that other dialects are translated to."""

@@ -1,26 +1,36 @@
-"""A streamed chat response: its chunks add up to the whole response, token for token.
+"""A streamed chat response, whose chunks add up to the whole response, token for token.
 
-Where text is held back (see `parts`), its tokens and logprobs are held back with it.
+Where text is held back, its tokens and logprobs are held back with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from time import time
 from typing import Any
 
-from lockstep.gateway.chat.parts import ChoiceProgress, PartStream
-from lockstep.gateway.chat.turn import ChatTurn
+from lockstep.gateway.turn.sample import ChoiceProgress, TurnStream
+from lockstep.gateway.turn.turn import Turn
 from lockstep.http import sse
-from lockstep.protocol.dynamo.nvext import NvextResponse
+from lockstep.protocol.common.response import usage_of
+from lockstep.protocol.dynamo.nvext import NvextResponse, Timing
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai import chat_response as wire
-from lockstep.protocol.vllm.generate_response import usage_of
 from lockstep.render.streaming_parser import MessagePart
 
 
+def timing_of(turn: Turn, first_at: float | None) -> Timing:
+    """Return how long a turn took; `first_at` is the Unix time of its first token, if known."""
+    return Timing(
+        request_received_ms=int(turn.received * 1000),
+        ttft_ms=None if first_at is None else (first_at - turn.received) * 1000,
+        total_time_ms=(time() - turn.received) * 1000,
+    )
+
+
 class _Sent:
-    """How much of one choice was sent on."""
+    """Counts of what was sent of one choice."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -31,9 +41,9 @@ class _Sent:
 class ChatStream:
     """The events of one turn, made of its parts."""
 
-    def __init__(self, turn: ChatTurn, parts: PartStream) -> None:
+    def __init__(self, turn: Turn, shape: wire.ChatResponseShape, parts: TurnStream) -> None:
         self._turn = turn
-        self._shape = turn.shape
+        self._shape = shape
         self._parts = parts
         self._sent = [_Sent() for _ in parts.choices]
 
@@ -41,8 +51,8 @@ class ChatStream:
         for index in range(len(self._sent)):
             yield sse.event(self._opening(index))
         async with aclosing(self._parts.read()) as parts:
-            async for each in parts:
-                yield sse.event(self._chunk(each.choice, each.part, each.end))
+            async for part in parts:
+                yield sse.event(self._chunk(part.choice, part.part, part.end))
         if self._turn.chat.include_usage:
             yield sse.event(self._usage())
 
@@ -62,8 +72,10 @@ class ChatStream:
     def _chunk(
         self, index: int, part: MessagePart, end: wire.ChatReply | None = None
     ) -> wire.ChatCompletionBody:
-        """The new part of a choice: its text, and every token since the chunk before."""
+        """Return the chunk of a new part: its text, and every token since the last chunk."""
         shape, choice, sent = self._shape, self._parts.choices[index], self._sent[index]
+        # Tokens of held-back text go out with the part that releases it, so that the ids of all
+        # chunks together are those of the completion.
         new_ids = choice.token_ids[sent.tokens :]
         sent.tokens = len(choice.token_ids)
         item = wire.ChatChoice(
@@ -80,7 +92,7 @@ class ChatStream:
             if shape.prompt_logprobs and index == 0:
                 chunk.prompt_logprobs = wire.prompt_entries(shape, completion.prompt_logprobs)
             if shape.extra_fields:
-                timing = self._turn.timing(self._parts.first_at)
+                timing = timing_of(self._turn, self._parts.first_at)
                 chunk.nvext = wire.extension(
                     shape, completion, new_ids, worker=self._parts.worker, timing=timing
                 )
@@ -91,8 +103,9 @@ class ChatStream:
     def _scores(
         self, choice: ChoiceProgress, sent: _Sent, end: wire.ChatReply | None
     ) -> wire.ChatLogprobs | None:
-        """Logprobs of the tokens not sent yet. Alternatives are known at the end only."""
+        """Return the logprobs of tokens not sent yet; alternatives are known at the end only."""
         shape = self._shape
+        # Some workers stream tokens without logprobs: those are sent with the last chunk.
         early = not shape.top and len(choice.logprobs) == len(choice.token_ids)
         if not shape.logprobs or (end is None and not early):
             return None

@@ -9,17 +9,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
-from lockstep.gateway.chat.prompt import prompt_of
-from lockstep.gateway.chat.room import check_characters
-from lockstep.gateway.chat.template import takes_inner_system
-from lockstep.gateway.chat.turn_tokens import check_tokens, with_tokens
-from lockstep.gateway.chat.turns import ChatTurns
-from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.callers import request_id, session_id
+from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.messages.translate import TranslatedMessages, translate
 from lockstep.gateway.messages.write import MessageStream, whole_message
 from lockstep.gateway.openapi.route_doc import RouteDoc
-from lockstep.http.body import body_bytes, read_body
+from lockstep.gateway.turn.context_limit import check_characters
+from lockstep.gateway.turn.open import TurnOpener
+from lockstep.gateway.turn.prompt import plan_prompt
+from lockstep.gateway.turn.sample import TurnStream, sample_turn
+from lockstep.gateway.turn.template_variables import takes_inner_system
+from lockstep.gateway.turn.turn import check_tokens_header, with_tokens
 from lockstep.http.handlers import EventStream, json_response, request_id_of
+from lockstep.http.http_request import body_bytes, read_body
 from lockstep.http.off_loop import is_large_json, off_loop
 from lockstep.protocol.anthropic.messages_request import (
     MessagesRequest,
@@ -37,20 +39,20 @@ ROUTE_DOCS = (
     ),
     RouteDoc(
         "POST", "/v1/messages/count_tokens", MessagesRequest, TokenCount,
-        "The tokens that the prompt of such a request has.",
+        "Number of tokens in the prompt of such a request.",
     ),
-    RouteDoc("GET", "/api/hello", None, None, "What Claude Code tries first: always 200."),
+    RouteDoc("GET", "/api/hello", None, None, "Reachability check of Claude Code: always 200."),
 )  # fmt: skip
 SWITCH = "enable_thinking"
-"""The template variable by which models that can leave out thinking are told to."""
+"""The template variable that turns thinking off, in models that have one."""
 
 
 class MessagesRoutes:
-    """POST /v1/messages, its token counter, and the path that Claude Code tries first."""
+    """POST /v1/messages, its token counter, and the path that Claude Code checks first."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
-        self._turns = ChatTurns(context)
+        self._opener = TurnOpener(context)
         self.routes = [
             HttpRoute("/v1/messages", self.messages, methods=["POST"]),
             HttpRoute("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
@@ -58,12 +60,12 @@ class MessagesRoutes:
         ]
 
     async def messages(self, http: Request) -> Response:
-        """Answers a request, whole or streamed; errors are in Anthropic's shape."""
-        return await _in_shape(http, self._messages)
+        """Return the response to a request, whole or streamed; errors have Anthropic's shape."""
+        return await _with_anthropic_errors(http, self._messages)
 
     async def count_tokens(self, http: Request) -> Response:
-        """The tokens that the prompt of a request has; nothing is generated or stored."""
-        return await _in_shape(http, self._count_tokens)
+        """Return the number of prompt tokens of a request; nothing is generated or stored."""
+        return await _with_anthropic_errors(http, self._count_tokens)
 
     async def hello(self, _: Request) -> Response:
         return Response()
@@ -71,13 +73,14 @@ class MessagesRoutes:
     async def _messages(self, http: Request) -> Response:
         request_id(http)
         body = await read_body(http, decode_messages, self._context.limits)
-        check_tokens(http, stream=body.stream)
-        translated = await self._translated(http, body)
+        check_tokens_header(http, stream=body.stream)
+        translated = await self._translate(http, body)
         chat = translated.chat
         if session_id(http) is None and _is_prefill(chat.messages[-1]):
-            # In a session a trailing assistant message is history: a stream that was cut.
+            # In a session, a trailing assistant message is history: a stream that was cut off.
             chat.add_generation_prompt, chat.continue_final_message = False, True
-        turn = await self._turns.open(http, chat, clamp=True, found_tools=translated.found_tools)
+        turn = await self._opener.open(http, chat, clamp=True, found_tools=translated.found_tools)
+        # The worker would reject it too, but not in the words that agents compact their history on.
         limit, count = turn.max_model_len, len(turn.request.prompt_ids)
         if limit is not None and count >= limit:
             raise PromptTooLong(f"prompt is too long: {count} tokens > {limit} maximum")
@@ -85,11 +88,11 @@ class MessagesRoutes:
             turn.headers["x-lockstep-accepted"] = ",".join(translated.accepted)
         response: Response
         if body.stream:
-            parts = await self._turns.stream(http, turn)
-            events = MessageStream(turn, parts).events()
+            stream = await TurnStream.started(http, turn, self._context.pool)
+            events = MessageStream(turn, stream).events()
             response = EventStream(events, http.state.request_id, done=b"")
         else:
-            _, (reply,) = await self._turns.run(http, turn)
+            _, (reply,) = await sample_turn(http, turn, self._context.pool)
             message = whole_message(turn, reply)
             response = json_response(with_tokens(http, turn, reply, message))
         response.headers["request-id"] = http.state.request_id
@@ -100,18 +103,18 @@ class MessagesRoutes:
         request_id(http)
         body = await read_body(http, decode_count, self._context.limits)
         await self._context.models.resolve(body.model)
-        translated = await self._translated(http, body)
+        translated = await self._translate(http, body)
         renderer = await self._context.models.renderer()
         check_characters(translated.chat.messages, self._context.limits)
-        prompt = await prompt_of(translated.chat, renderer, None)
-        return json_response(TokenCount(input_tokens=len(prompt.ids)))
+        plan = await plan_prompt(translated.chat, renderer, None)
+        return json_response(TokenCount(input_tokens=len(plan.prompt_ids)))
 
-    async def _translated(self, http: Request, body: MessagesRequest) -> TranslatedMessages:
+    async def _translate(self, http: Request, body: MessagesRequest) -> TranslatedMessages:
         renderer = await self._context.models.renderer()
         translated = await off_loop(is_large_json(body_bytes(http)), translate, body)
         if translated.inner_system is not None and not takes_inner_system(renderer):
             where = f"messages.{translated.inner_system}.role"
-            # In Anthropic's words: Claude Code reads them, and folds the text elsewhere.
+            # In Anthropic's words: Claude Code recognises them, and moves the text elsewhere.
             raise BadRequest(f"{where}: Input should be 'user' or 'assistant'", param=where)
         off = body.thinking is not None and body.thinking.type == "disabled"
         if off and SWITCH in renderer.template.source:
@@ -125,14 +128,16 @@ def _is_prefill(message: dict[str, object]) -> bool:
 
 
 def _too_long(error: PromptTooLong) -> str:
-    """In Anthropic's words, with both numbers where the error has them: agents read them."""
+    """Return the message in Anthropic's words; agents parse both of its numbers."""
     if error.counts is None:
         return f"prompt is too long: {error.message}"
     length, limit = error.counts
     return f"prompt is too long: {length} tokens > {limit} maximum"
 
 
-async def _in_shape(http: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
+async def _with_anthropic_errors(
+    http: Request, handle: Callable[[Request], Awaitable[Response]]
+) -> Response:
     try:
         return await handle(http)
     except LockstepError as error:

@@ -1,8 +1,8 @@
-"""Anthropic's messages as chat messages: the one translation on the way in.
+"""Anthropic's messages as chat messages: the one translation in.
 
-What a harness changes between two requests without meaning anything is folded here, so that one
-history always becomes the same messages: content as a string or as blocks, markers for caching,
-blank text, results in one message or in several, a header for billing in the system prompt.
+One history always becomes the same messages, whatever a harness varies between two requests without
+changing the meaning: content as a string or as blocks, cache markers, blank text, tool results in
+one message or in several, a billing header in the system prompt.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 BILLING_HEADER = "x-anthropic-billing-header:"
-"""Opens a block of Claude Code's system prompt that is for Anthropic's servers: it holds a digest
-of the first message and whether a sub-agent asks, and changes in mid-conversation."""
+"""Start of a block of Claude Code's system prompt that is meant for Anthropic's servers. It holds a
+digest of the first message and a sub-agent flag, and changes within a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TranslatedMessages:
     """A request as chat.
 
-    `found_tools` are those that a tool search brought up: they are described where it did, and not
-    at the beginning, which would change it. `accepted` names the fields that change nothing.
+    `found_tools` are tools that a tool search has found: the messages describe them where it did,
+    not the prompt's beginning, which would change it. `accepted` names fields without an effect.
     """
 
     chat: ChatRequest
     found_tools: list[Plain]
     accepted: list[str]
     inner_system: int | None
-    """Where a system message stands among the others; not every chat template takes one there."""
+    """Index of a system message among the others, which not every chat template accepts."""
 
 
 def translate(request: MessagesRequest) -> TranslatedMessages:
-    """The request as chat. Raises BadRequest, and UnsupportedField for images and documents."""
+    """Translate a request to chat. Raises BadRequest, and UnsupportedField for images and
+    documents."""
     tools = {tool.name: _tool(tool) for tool in request.tools or ()}
     deferred = {tool.name for tool in request.tools or () if tool.defer_loading}
     accepted = request.accepted()
@@ -68,11 +69,11 @@ def translate(request: MessagesRequest) -> TranslatedMessages:
         if message.role == "system":
             inner = at if inner is None else inner
         messages += _chat_messages(message, f"messages.{at}", tools)
-    shown = [spec for name, spec in tools.items() if name not in deferred]
+    listed = [spec for name, spec in tools.items() if name not in deferred]
     chat = ChatRequest(
         model=request.model,
         messages=messages,
-        tools=shown or None,
+        tools=listed or None,
         stream=request.stream,
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -85,7 +86,8 @@ def translate(request: MessagesRequest) -> TranslatedMessages:
         chat.tool_choice = _choice(choice)
         if choice.disable_parallel_tool_use:
             chat.parallel_tool_calls = False
-    referred = _referred(request.messages)
+    # Deferred tools stay out of the prompt's beginning until a tool search has found them.
+    referred = _referred_tools(request.messages)
     searched = [spec for name, spec in tools.items() if name in deferred & referred]
     return TranslatedMessages(chat, searched, accepted, inner)
 
@@ -135,7 +137,7 @@ def _assistant(blocks: Sequence[Block], where: str) -> Plain:
             function = {"name": block.name, "arguments": block.input}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, RedactedThinkingBlock):
-            continue  # only who wrote it can read it; a turn of ours is known without it
+            continue  # only its server can read it; our own turns are matched without it
         elif (text := _text(block, place, {})).strip():
             texts.append(text)
     reply: Plain = {"role": "assistant", "content": "\n".join(texts)}
@@ -166,14 +168,14 @@ def _text(block: Block, where: str, tools: Mapping[str, Plain]) -> str:
             "reads text only",
             param=where,
         )
-    raise BadRequest(f"{where}: a block of type {kind!r} cannot stand here", param=where)
+    raise BadRequest(f"{where}: a block of type {kind!r} is not allowed here", param=where)
 
 
 def _system(system: str | list[TextBlock]) -> tuple[str, bool]:
-    """The system prompt, and whether it held a header for billing."""
+    """Return the system prompt without its billing header, and whether it had one."""
     texts = [system] if isinstance(system, str) else [block.text for block in system]
-    kept = [text for text in texts if not text.startswith(BILLING_HEADER)]
-    return "\n".join(kept), len(kept) < len(texts)
+    prompt = [text for text in texts if not text.startswith(BILLING_HEADER)]
+    return "\n".join(prompt), len(prompt) < len(texts)
 
 
 def _tool(tool: AnthropicTool) -> Plain:
@@ -190,18 +192,18 @@ def _choice(choice: AnthropicToolChoice) -> str | dict[str, Any]:
 
 
 def _format(request: MessagesRequest) -> dict[str, Any] | None:
-    wanted = None if request.output_config is None else request.output_config.format
-    if wanted is None:
+    spec = None if request.output_config is None else request.output_config.format
+    if spec is None:
         return None
-    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+    if spec.get("type") != "json_schema" or not isinstance(spec.get("schema"), dict):
         raise BadRequest(
             "output_config.format: expected type 'json_schema' with a schema",
             param="output_config.format",
         )
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"]}}
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": spec["schema"]}}
 
 
-def _referred(messages: Sequence[InputMessage]) -> set[str]:
+def _referred_tools(messages: Sequence[InputMessage]) -> set[str]:
     return {
         part.tool_name
         for message in messages

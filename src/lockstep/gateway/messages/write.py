@@ -1,4 +1,4 @@
-"""A turn in Anthropic's shapes: the whole message, or its events. The one translation back."""
+"""A turn in Anthropic's shapes, the whole message or its events: the one translation back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Literal
 
-from lockstep.gateway.chat.parts import PartStream, StreamedPart
-from lockstep.gateway.chat.turn import ChatTurn
+from lockstep.gateway.turn.sample import StreamedPart, TurnStream
+from lockstep.gateway.turn.turn import Turn
 from lockstep.protocol.anthropic import messages_response as wire
 from lockstep.protocol.common.thinking_seal import seal
 from lockstep.protocol.openai.chat_response import ChatReply
@@ -17,8 +17,8 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 Kind = Literal["thinking", "text"]
 
 
-def whole_message(turn: ChatTurn, reply: ChatReply) -> wire.AnthropicMessage:
-    """The response of a turn. Raises Unavailable for one that was aborted."""
+def whole_message(turn: Turn, reply: ChatReply) -> wire.AnthropicMessage:
+    """Return the response of a turn. Raises Unavailable for one that was aborted."""
     stop_reason, stop_sequence = stop_of(turn, reply)
     message = reply.message
     content: list[wire.Fields] = []
@@ -32,7 +32,7 @@ def whole_message(turn: ChatTurn, reply: ChatReply) -> wire.AnthropicMessage:
         content.append(wire.tool_use_block(call["id"], function["name"], arguments))
     return wire.AnthropicMessage(
         id=_id(turn),
-        model=turn.shape.model,
+        model=turn.model,
         content=content,
         usage=_usage(turn, len(reply.completion.token_ids)),
         stop_reason=stop_reason,
@@ -40,8 +40,8 @@ def whole_message(turn: ChatTurn, reply: ChatReply) -> wire.AnthropicMessage:
     )
 
 
-def stop_of(turn: ChatTurn, reply: ChatReply) -> tuple[wire.StopReason, str | None]:
-    """Why a turn ended. Raises Unavailable for an abort, which is no end of a turn."""
+def stop_of(turn: Turn, reply: ChatReply) -> tuple[wire.StopReason, str | None]:
+    """Return why a turn ended. Raises Unavailable for an abort, which no stop reason stands for."""
     if reply.finish == "abort":
         raise Unavailable("the turn was aborted before it ended: send the request again")
     if reply.finish == "tool_calls":
@@ -54,9 +54,9 @@ def stop_of(turn: ChatTurn, reply: ChatReply) -> tuple[wire.StopReason, str | No
 
 
 class MessageStream:
-    """The events of one turn. An error after the start becomes an event of its own."""
+    """The events of one turn; an error after the start becomes an event."""
 
-    def __init__(self, turn: ChatTurn, parts: PartStream) -> None:
+    def __init__(self, turn: Turn, parts: TurnStream) -> None:
         self._turn = turn
         self._parts = parts
         self._index = -1
@@ -65,55 +65,56 @@ class MessageStream:
 
     async def events(self) -> AsyncIterator[bytes]:
         opening = wire.AnthropicMessage(
-            id=_id(self._turn), model=self._turn.shape.model, content=[], usage=self._usage()
+            id=_id(self._turn), model=self._turn.model, content=[], usage=self._usage()
         )
         yield wire.event("message_start", message=opening)
         yield wire.event("ping")
         try:
             async with aclosing(self._parts.read()) as parts:
-                async for each in parts:
-                    for event in self._part(each):
+                async for part in parts:
+                    for event in self._part_events(part):
                         yield event
         except LockstepError as error:
             yield wire.event("error", **_without_type(error, self._turn.id))
 
-    def _part(self, each: StreamedPart) -> Iterator[bytes]:
-        part = each.part
+    def _part_events(self, streamed: StreamedPart) -> Iterator[bytes]:
+        part = streamed.part
         if part.reasoning:
             self._thought += part.reasoning
-            yield from self._opened("thinking")
+            yield from self._open_block("thinking")
             yield self._delta(type="thinking_delta", thinking=part.reasoning)
         if part.content:
-            yield from self._opened("text")
+            yield from self._open_block("text")
             yield self._delta(type="text_delta", text=part.content)
         for call in part.calls:
-            yield from self._closed()
+            yield from self._close_block()
             self._index += 1
             block = wire.tool_use_block(call.id, call.name or "", {})
             yield wire.event("content_block_start", index=self._index, content_block=block)
             yield self._delta(type="input_json_delta", partial_json=call.arguments or "{}")
             yield wire.event("content_block_stop", index=self._index)
-        if each.end is not None:
-            yield from self._ended(each.end)
+        if streamed.end is not None:
+            yield from self._end_events(streamed.end)
 
-    def _ended(self, reply: ChatReply) -> Iterator[bytes]:
+    def _end_events(self, reply: ChatReply) -> Iterator[bytes]:
         stop_reason, stop_sequence = stop_of(self._turn, reply)
-        yield from self._closed()
+        yield from self._close_block()
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         yield wire.event("message_delta", delta=delta, usage=self._usage())
         yield wire.event("message_stop")
 
-    def _opened(self, kind: Kind) -> Iterator[bytes]:
+    def _open_block(self, kind: Kind) -> Iterator[bytes]:
         if self._open == kind:
             return
-        yield from self._closed()
+        yield from self._close_block()
         self._index += 1
         self._open = kind
         block = wire.thinking_block("", "") if kind == "thinking" else wire.text_block("")
         yield wire.event("content_block_start", index=self._index, content_block=block)
 
-    def _closed(self) -> Iterator[bytes]:
+    def _close_block(self) -> Iterator[bytes]:
         if self._open == "thinking":
+            # The seal lets `translate` detect thinking that the client changed.
             yield self._delta(type="signature_delta", signature=seal(self._thought))
         if self._open is not None:
             self._open = None
@@ -126,11 +127,11 @@ class MessageStream:
         return _usage(self._turn, len(self._parts.choices[0].token_ids))
 
 
-def _id(turn: ChatTurn) -> str:
+def _id(turn: Turn) -> str:
     return f"msg_{turn.id}"
 
 
-def _usage(turn: ChatTurn, output_tokens: int) -> wire.MessagesUsage:
+def _usage(turn: Turn, output_tokens: int) -> wire.MessagesUsage:
     return wire.MessagesUsage(
         input_tokens=len(turn.request.prompt_ids), output_tokens=output_tokens
     )

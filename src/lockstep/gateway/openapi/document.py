@@ -1,4 +1,4 @@
-"""GET /openapi.json and GET /docs: every route and field of a port of the gateway."""
+"""GET /openapi.json and GET /docs: the routes and fields of one port of the gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.gateway.openapi import page as docs_page
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.openapi.schemas import schemas_of
 from lockstep.gateway.responses import route as responses
-from lockstep.gateway.routes import completions, own_session, server_info, tokenize
+from lockstep.gateway.routes import caller_session, completions, server_info, tokenize
 from lockstep.http.handlers import json_response
 from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.openai import chat_response
@@ -49,8 +49,8 @@ class Health(msgspec.Struct):
 
 
 class ErrorDetailSchema(msgspec.Struct):
-    """What went wrong. `code` is OpenAI's where clients match it, else the HTTP status; `reason` is
-    a stable name, `param` the field."""
+    """The error. `code` is OpenAI's where clients match it, else the HTTP status; `reason` is a
+    stable name, `param` the field."""
 
     message: str
     type: str
@@ -71,7 +71,7 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
     ),
     RouteDoc(
         "POST", "/inference/v1/abort_requests", AbortRequest, Aborted,
-        "Stops requests by id; says how many it stopped.", sessions=False,
+        "Aborts requests by id; returns how many were running.", sessions=False,
     ),
     RouteDoc(
         "POST", "/v1/chat/completions", ChatRequest, chat_response.ChatCompletionBody,
@@ -79,7 +79,7 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
     ),
     RouteDoc(
         "POST", "/v1/chat/completions/tokens", ChatRequest, chat_response.ChatCompletionBody,
-        "The same for a prompt of token ids, in `tokens`.", streams=True,
+        "OpenAI's chat for a prompt of token ids in `tokens`.", streams=True,
     ),
     RouteDoc(
         "POST", "/v1/chat/completions/render", ChatRequest, RenderedChat,
@@ -89,7 +89,7 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
     *responses.ROUTE_DOCS,
     *completions.ROUTE_DOCS,
     *tokenize.ROUTE_DOCS,
-    *own_session.ROUTE_DOCS,
+    *caller_session.ROUTE_DOCS,
     *server_info.ROUTE_DOCS,
     RouteDoc("GET", "/v1/models", None, ModelList, "The base model, and its adapters."),
     RouteDoc("GET", "/v1/models/{model}", None, ModelCard, "One model."),
@@ -99,7 +99,7 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
 
 
 class OpenApiRoutes:
-    """Serves the description of a port, by default the data plane, generated once at start."""
+    """Routes of the OpenAPI document of a port, by default the data plane's, built at start."""
 
     def __init__(
         self,
@@ -125,15 +125,15 @@ class OpenApiRoutes:
 def describe(
     routes: Iterable[RouteDoc], title: str = TITLE, security: Sequence[Security] = OPTIONAL_KEY
 ) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of these routes."""
-    listed = list(routes)
-    structs = [each for one in listed for each in (one.request, one.response) if each is not None]
+    """Return the OpenAPI 3.1 document of these routes."""
+    docs = list(routes)
+    structs = [struct for doc in docs for struct in (doc.request, doc.response) if struct]
     references, components = schemas_of([*structs, ErrorSchema])
     paths: dict[str, Any] = {}
-    for one in listed:
-        for prefix in ("", "/sessions/{session}") if one.sessions else ("",):
-            method = paths.setdefault(prefix + one.path, {})
-            method[one.method.lower()] = _operation(one, prefix, references)
+    for doc in docs:
+        for prefix in ("", "/sessions/{session}") if doc.sessions else ("",):
+            methods = paths.setdefault(prefix + doc.path, {})
+            methods[doc.method.lower()] = _operation(doc, prefix, references)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": _version()},
@@ -146,33 +146,35 @@ def describe(
     }
 
 
-def _operation(one: RouteDoc, prefix: str, references: dict[Any, Any]) -> dict[str, Any]:
-    names = re.findall(r"{(\w+)}", prefix + one.path)
+def _operation(doc: RouteDoc, prefix: str, references: dict[Any, Any]) -> dict[str, Any]:
+    names = re.findall(r"{(\w+)}", prefix + doc.path)
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in names
     ]
-    headers = [*one.headers, SESSION] if one.sessions and not prefix else one.headers
+    headers = [*doc.headers, SESSION] if doc.sessions and not prefix else doc.headers
     parameters += [{"name": name, "in": "header", "schema": {"type": "string"}} for name in headers]
-    parameters += [{"name": each.name, "in": "query", "schema": each.schema} for each in one.query]
+    parameters += [
+        {"name": query.name, "in": "query", "schema": query.schema} for query in doc.query
+    ]
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
-    if one.response is not None:
-        content = {"application/json": {"schema": references[one.response]}}
-    if one.streams:
+    if doc.response is not None:
+        content = {"application/json": {"schema": references[doc.response]}}
+    if doc.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": references[ErrorSchema]}}
     operation: dict[str, Any] = {
-        "summary": one.summary,
-        "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{prefix}{one.path}").strip("_"),
+        "summary": doc.summary,
+        "operationId": re.sub(r"\W+", "_", f"{doc.method.lower()}{prefix}{doc.path}").strip("_"),
         "parameters": parameters,
         "responses": {
-            str(one.status): {"description": "The response.", "content": content},
+            str(doc.status): {"description": "The response.", "content": content},
             "default": {"description": "The error, and what to do about it.", "content": error},
         },
     }
-    if one.request is not None:
-        body = {"application/json": {"schema": references[one.request]}}
-        operation["requestBody"] = {"required": one.body_required, "content": body}
+    if doc.request is not None:
+        body = {"application/json": {"schema": references[doc.request]}}
+        operation["requestBody"] = {"required": doc.body_required, "content": body}
     return operation
 
 

@@ -16,10 +16,10 @@ class QueryDoc:
 
 @dataclass(frozen=True, slots=True)
 class RouteDoc:
-    """`request` and `response` are wire structs; a response of None is plain text.
+    """One route. `request` and `response` are wire structs; a response of None is plain text.
 
-    `streams` says that the response may be server-sent events, `sessions` that the route is also
-    served under /sessions/{session}, `status` how success is answered. `headers` may be sent.
+    With `streams`, the response may be server-sent events; with `sessions`, the route is also
+    served under /sessions/{session}. `status` is that of success; `headers` are optional.
     """
 
     method: str

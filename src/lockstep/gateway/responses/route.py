@@ -8,10 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
-from lockstep.gateway.chat.template import takes_inner_system
-from lockstep.gateway.chat.turn_tokens import check_tokens, with_tokens
-from lockstep.gateway.chat.turns import ChatTurns
-from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
+from lockstep.gateway.callers import caller_of, request_id, session_id
+from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.responses.stored import StoredResponses
 from lockstep.gateway.responses.translate import (
@@ -26,9 +24,12 @@ from lockstep.gateway.responses.write import (
     failed_events,
     whole_output,
 )
-from lockstep.gateway.tenants import caller_of
-from lockstep.http.body import body_bytes, read_body
+from lockstep.gateway.turn.open import TurnOpener, join_session
+from lockstep.gateway.turn.sample import TurnStream, sample_turn
+from lockstep.gateway.turn.template_variables import takes_inner_system
+from lockstep.gateway.turn.turn import check_tokens_header, with_tokens
 from lockstep.http.handlers import EventStream, json_response
+from lockstep.http.http_request import body_bytes, read_body
 from lockstep.http.off_loop import is_large_json, off_loop
 from lockstep.protocol.common.error_body import error_body
 from lockstep.protocol.openai.chat_decode import check_chat
@@ -47,20 +48,20 @@ ROUTE_DOCS = (
     RouteDoc("GET", "/v1/responses/{response_id}", None, ResponseObject, "A stored response."),
     RouteDoc(
         "DELETE", "/v1/responses/{response_id}", None, DeletedResponse,
-        "Forgets a stored response; turns in a session stay.",
+        "Deletes a stored response; turns in a session stay.",
     ),
 )  # fmt: skip
 PREFIX = "resp_"
 EFFORT, SWITCH = "reasoning_effort", "enable_thinking"
-"""Template variables by which models are told how much to think, or not to."""
+"""Template variables that set how much a model thinks, and that turn thinking off."""
 
 
 class ResponsesRoutes:
-    """POST /v1/responses, and what was stored of it by its id."""
+    """POST /v1/responses, and stored responses by their id."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
-        self._turns = ChatTurns(context)
+        self._opener = TurnOpener(context)
         self._stored = StoredResponses()
         self.routes = [
             HttpRoute("/v1/responses", self.create, methods=["POST"]),
@@ -70,86 +71,86 @@ class ResponsesRoutes:
         ]
 
     async def create(self, http: Request) -> Response:
-        """Answers a request, whole or streamed."""
-        chosen = request_id(http)
+        """Return the response to a request, whole or streamed."""
+        client_id = request_id(http)
         body = await read_body(http, decode_responses, self._context.limits)
-        check_tokens(http, stream=body.stream)
-        empty = empty_response(body, PREFIX + chosen, int(time()))
+        check_tokens_header(http, stream=body.stream)
+        empty = empty_response(body, PREFIX + client_id, int(time()))
         try:
             return await self._create(http, body, empty)
         except PromptTooLong as error:
             if not body.stream:
                 raise
-            # Codex ends a run on this event, and retries on a status.
-            return EventStream(failed_events(empty, error), chosen, done=b"")
+            # Codex ends a run on this event, but retries on an HTTP status.
+            return EventStream(failed_events(empty, error), client_id, done=b"")
 
     async def _create(
         self, http: Request, body: ResponsesRequest, empty: ResponseObject
     ) -> Response:
-        translated = await self._translated(http, body)
-        turn = await self._turns.open(http, translated.chat, clamp=True)
+        translated = await self._translate(http, body)
+        turn = await self._opener.open(http, translated.chat, clamp=True)
         if translated.accepted:
             turn.headers["x-lockstep-accepted"] = ",".join(sorted(set(translated.accepted)))
         owner = _owner(http)
 
-        def keep(response: ResponseObject, reply: ChatReply) -> None:
+        def store(response: ResponseObject, reply: ChatReply) -> None:
             if body.store is not False:
-                self._stored.keep(owner, response, [*translated.items, dict(reply.message)])
+                self._stored.add(owner, response, [*translated.items, dict(reply.message)])
 
         response: Response
         if body.stream:
-            parts = await self._turns.stream(http, turn)
-            stream = ResponseStream(empty, turn, parts, translated.tools, keep)
+            parts = await TurnStream.started(http, turn, self._context.pool)
+            stream = ResponseStream(empty, turn, parts, translated.tools, store)
             response = EventStream(stream.events(), http.state.request_id, done=b"")
         else:
-            _, (reply,) = await self._turns.run(http, turn)
+            _, (reply,) = await sample_turn(http, turn, self._context.pool)
             output = whole_output(turn, reply, translated.tools)
             ended = ended_response(empty, turn, reply, output)
-            keep(ended, reply)
+            store(ended, reply)
             response = json_response(with_tokens(http, turn, reply, ended))
         response.headers["x-request-id"] = http.state.request_id
         response.headers.update(turn.headers)
         return response
 
     async def upgrade(self, _: Request) -> Response:
-        """Refuses to speak over a WebSocket, in the way that has Codex go on over HTTP."""
+        """Reject a WebSocket with the status that makes Codex fall back to HTTP."""
         why = "responses are not served over a WebSocket here: send POST /v1/responses"
         return json_response(error_body(426, why, "upgrade_required"), 426)
 
     async def retrieve(self, http: Request) -> Response:
-        """A stored response."""
+        """Return a stored response."""
         return json_response(
             self._stored.require(_owner(http), http.path_params["response_id"]).body
         )
 
     async def delete(self, http: Request) -> Response:
-        """Forgets a stored response; turns in a session stay."""
+        """Delete a stored response; turns in a session stay."""
         name = http.path_params["response_id"]
         self._stored.delete(_owner(http), name)
         return json_response(DeletedResponse(id=name))
 
-    async def _translated(self, http: Request, body: ResponsesRequest) -> TranslatedResponses:
+    async def _translate(self, http: Request, body: ResponsesRequest) -> TranslatedResponses:
         renderer = await self._context.models.renderer()
-        before = await self._before(http, body, renderer)
+        before = await self._previous_messages(http, body, renderer)
         large, inner = is_large_json(body_bytes(http)), takes_inner_system(renderer)
         translated = await off_loop(large, translate, body, before, inner_system=inner)
         _set_effort(translated, body, renderer)
         check_chat(translated.chat)
         return translated
 
-    async def _before(
+    async def _previous_messages(
         self, http: Request, body: ResponsesRequest, renderer: Renderer
     ) -> list[Plain]:
-        """The conversation of the response that the request goes on from.
+        """Return the conversation of the response that the request continues.
 
-        In a session it is found by its turn too, also after a restart and by another gateway.
+        In a session it is also found by its turn, after a restart or by another gateway.
         """
         name = body.previous_response_id
         if name is None:
             return []
-        kept = self._stored.find(_owner(http), name)
-        if kept is not None:
-            return kept.messages
+        stored = self._stored.find(_owner(http), name)
+        if stored is not None:
+            return stored.messages
         session = await join_session(http, self._context, renderer)
         turn_id = caller_of(http).request_id(name.removeprefix(PREFIX))
         messages = None if session is None else session.history(turn_id)
@@ -161,7 +162,7 @@ class ResponsesRoutes:
 
 
 def _owner(http: Request) -> str:
-    """Whose responses a request may use: those of its session, else those of its tenant."""
+    """Return the owner of a request's responses: its session, else its tenant."""
     return session_id(http) or f"{caller_of(http).tenant} without a session"
 
 

@@ -1,4 +1,4 @@
-"""Responses that can be gone on from, or be read again, by their id."""
+"""Responses in memory, which clients continue or read again by their id."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from lockstep.protocol.openai.responses_response import ResponseObject
 from lockstep.render.messages import Plain
 from lockstep.tokens.errors import NotFound
 
-MOST = 4096
-MOST_CHARACTERS = 256 << 20
-"""Responses that are kept, and characters of their conversations; the oldest leave first."""
+MOST_RESPONSES, MOST_CHARACTERS = 4096, 256 << 20
+"""Limits of the stored responses and of their conversations; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and its conversation up to and with what it said; instructions left out."""
+    """A response, and its conversation including its own output, without the instructions."""
 
     body: ResponseObject
     messages: list[Plain]
@@ -24,36 +23,38 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """The responses of each owner, in memory; nobody finds those of another."""
+    """The responses of each owner, which no other owner can read."""
 
-    def __init__(self, most: int = MOST, most_characters: int = MOST_CHARACTERS) -> None:
+    def __init__(self, most: int = MOST_RESPONSES, most_characters: int = MOST_CHARACTERS) -> None:
         self._most, self._most_characters = most, most_characters
-        self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._size = 0
 
-    def keep(self, owner: str, body: ResponseObject, messages: list[Plain]) -> None:
+    def add(self, owner: str, body: ResponseObject, messages: list[Plain]) -> None:
+        """Store a response, and drop the oldest ones past a limit."""
         size = sum(len(str(message)) for message in messages)
         self._drop((owner, body.id))
-        self._kept[owner, body.id] = StoredResponse(body, messages, size)
+        self._responses[owner, body.id] = StoredResponse(body, messages, size)
         self._size += size
-        while len(self._kept) > self._most or self._size > self._most_characters:
-            self._drop(next(iter(self._kept)))
+        while len(self._responses) > self._most or self._size > self._most_characters:
+            self._drop(next(iter(self._responses)))
 
     def find(self, owner: str, response_id: str) -> StoredResponse | None:
-        return self._kept.get((owner, response_id))
+        """Return the owner's response of that id, or None."""
+        return self._responses.get((owner, response_id))
 
     def require(self, owner: str, response_id: str) -> StoredResponse:
-        """The response of that id. Raises NotFound."""
-        kept = self.find(owner, response_id)
-        if kept is None:
+        """Return the owner's response of that id. Raises NotFound."""
+        stored = self.find(owner, response_id)
+        if stored is None:
             raise NotFound(f"Response with id '{response_id}' not found.", param="response_id")
-        return kept
+        return stored
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Forgets a response. Raises NotFound."""
+        """Delete a response. Raises NotFound."""
         self.require(owner, response_id)
         self._drop((owner, response_id))
 
     def _drop(self, key: tuple[str, str]) -> None:
-        if (kept := self._kept.pop(key, None)) is not None:
-            self._size -= kept.size
+        if (stored := self._responses.pop(key, None)) is not None:
+            self._size -= stored.size

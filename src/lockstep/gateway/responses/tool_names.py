@@ -1,4 +1,4 @@
-"""Tools of the responses dialect as functions of chat, and calls of them back again."""
+"""Tools of the responses dialect as functions of chat, and their calls translated back."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 HOSTED = ("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search")
-"""Tools that OpenAI's servers run; harnesses list them always, and work without."""
+"""Tools that OpenAI's servers run; harnesses always list them, and work without them."""
 PLAIN_NAMESPACE = "functions"
 """The namespace whose tools are called by their bare names."""
 INPUT = "input"
-"""The one argument of a custom tool, as a function."""
+"""The one argument of the function that stands for a custom tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """A tool as the client knows it."""
+    """The name and kind of a tool in the client's request."""
 
     name: str
     namespace: str | None = None
@@ -29,20 +29,20 @@ class NamedTool:
 
 
 def chat_name(name: str, namespace: str | None) -> str:
-    """The name of the function that stands for a tool."""
+    """Return the name of the function that stands for a tool."""
     return name if namespace in (None, PLAIN_NAMESPACE) else f"{namespace}.{name}"
 
 
 class ToolNames:
-    """The tools of one request: `specs` for chat, and how the client calls them."""
+    """The tools of one request: `specs` for chat, and their names for the client."""
 
     def __init__(self) -> None:
         self.specs: list[Plain] = []
         self.hosted: list[str] = []
-        self._known: dict[str, NamedTool] = {}
+        self._by_chat_name: dict[str, NamedTool] = {}
 
     def add(self, tools: Iterable[dict[str, Any]], where: str) -> None:
-        """Takes tools of the request. Raises BadRequest or UnsupportedField."""
+        """Add tools of the request. Raises BadRequest or UnsupportedField."""
         for at, tool in enumerate(read_tools(tools, where)):
             self._add(tool, None, f"{where}[{at}]")
 
@@ -65,7 +65,7 @@ class ToolNames:
         custom = tool.type == "custom"
         name = chat_name(tool.name, namespace)
         named = None if namespace == PLAIN_NAMESPACE else namespace
-        self._known[name] = NamedTool(tool.name, named, custom)
+        self._by_chat_name[name] = NamedTool(tool.name, named, custom)
         function: Plain = {"name": name}
         if description := _description(tool):
             function["description"] = description
@@ -73,8 +73,8 @@ class ToolNames:
         self.specs.append({"type": "function", "function": function})
 
     def call_item(self, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-        """The output item of a call, as its tool wants to be called."""
-        tool = self._known.get(name, NamedTool(name))
+        """Return the output item of a call, in the form of its kind of tool."""
+        tool = self._by_chat_name.get(name, NamedTool(name))
         item: dict[str, Any] = {
             "type": "custom_tool_call" if tool.custom else "function_call",
             "id": ("ctc_" if tool.custom else "fc_") + call_id,
@@ -92,9 +92,9 @@ class ToolNames:
 
 
 def free_text(arguments: str) -> str:
-    """The input of a custom tool, from the arguments of the function that stands for it."""
-    read = json.loads(arguments) if arguments else {}
-    value = read.get(INPUT, "")
+    """Return the input of a custom tool from the arguments of its function."""
+    decoded = json.loads(arguments) if arguments else {}
+    value = decoded.get(INPUT, "")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Items of the responses dialect as chat messages: the one translation on the way in."""
+"""Items of the responses dialect as chat messages: the one translation in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.tokens.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class TranslatedResponses:
-    """A request as chat. `items` are its messages without instructions, to be gone on from."""
+    """A request as chat. `items` are its messages without instructions, which are stored."""
 
     chat: ChatRequest
     tools: ToolNames
@@ -40,13 +40,14 @@ class TranslatedResponses:
 def translate(
     request: ResponsesRequest, before: Sequence[Plain], *, inner_system: bool
 ) -> TranslatedResponses:
-    """The request as chat, after the messages of the response before it.
+    """Translate a request to chat, after the messages of the previous response.
 
-    `inner_system` says whether the chat template takes a system message after the first message;
-    otherwise the user says it. Raises BadRequest and UnsupportedField.
+    `inner_system` says whether the chat template accepts a system message after the first message;
+    without it such messages get the role user. Raises BadRequest and UnsupportedField.
     """
     tools = ToolNames()
     tools.add(request.tools or (), "tools")
+    # Messages first: their items may add tools.
     items = [*before, *_messages(request, tools)]
     messages = _leading_system(request.instructions, items)
     if not inner_system:
@@ -69,10 +70,10 @@ def translate(
 
 
 class _Conversation:
-    """Messages that items are made into, in order; those of one assistant turn become one.
+    """Builds messages of items, in order; the items of one assistant turn become one message.
 
-    A request brings its whole history again, so each item is looked at once, by its exact type:
-    to ask whether it is one of several costs more than all that is done with it.
+    A request repeats its whole history, so each item is examined once, by its exact type: a chain
+    of isinstance checks costs more than everything else that is done with it.
     """
 
     __slots__ = ("_calls", "_open", "_texts", "_thoughts", "messages")
@@ -84,8 +85,8 @@ class _Conversation:
         self._calls: list[Plain] = []
         self._open = False
 
-    def take(self, item: ResponseItem, at: int) -> None:
-        """Adds an item. Raises BadRequest or UnsupportedField for one that cannot be rendered."""
+    def add(self, item: ResponseItem, at: int) -> None:
+        """Add an item. Raises BadRequest or UnsupportedField for one that cannot be rendered."""
         if type(item) is ReasoningItem:
             self._thoughts.append(_thought(item, at))
         elif type(item) is FunctionCallItem:
@@ -103,7 +104,7 @@ class _Conversation:
         self._open = True
 
     def close(self) -> None:
-        """Makes the message of the assistant turn that the items before were of, if they were."""
+        """End the assistant turn, if one is open, and append its message."""
         if not self._open:
             return
         reply: Plain = {"role": "assistant", "content": "\n".join(self._texts)}
@@ -123,7 +124,7 @@ def _messages(request: ResponsesRequest, tools: ToolNames) -> list[Plain]:
         if type(item) is AdditionalToolsItem:
             tools.add(item.tools, f"input[{at}].tools")
         else:
-            conversation.take(item, at)
+            conversation.add(item, at)
     conversation.close()
     return conversation.messages
 
@@ -137,7 +138,7 @@ def _message(item: ResponseItem, at: int) -> Plain:
         return {"role": role, "content": text_of(item.content, at, "content")}
     if type(item) is AgentMessageItem:
         return {"role": "user", "content": text_of(item.content, at, "content", joint="")}
-    raise BadRequest(f"input[{at}] cannot stand here", param=f"input[{at}]")
+    raise BadRequest(f"input[{at}] is not allowed here", param=f"input[{at}]")
 
 
 def _thought(item: ReasoningItem, at: int) -> str:
@@ -158,16 +159,16 @@ def _call(item: FunctionCallItem | CustomCallItem, arguments: Any) -> Plain:
 
 
 def _leading_system(instructions: str | None, items: Sequence[Plain]) -> list[Plain]:
-    """The messages with all that opens them as system in one, as every chat template takes it."""
-    count = next((at for at, each in enumerate(items) if each["role"] != "system"), len(items))
-    texts = [instructions or "", *(each["content"] for each in items[:count])]
+    """Return the messages with all leading system text in one, which every template accepts."""
+    count = next((at for at, item in enumerate(items) if item["role"] != "system"), len(items))
+    texts = [instructions or "", *(item["content"] for item in items[:count])]
     opening = "\n\n".join(filter(None, texts))
     system: Iterable[Plain] = [{"role": "system", "content": opening}] if opening else []
     return [*system, *items[count:]]
 
 
 def without_instructions(messages: list[Plain], instructions: str | None) -> list[Plain]:
-    """Messages of a turn without the instructions that `_leading_system` put in front of them."""
+    """Return the messages of a turn without the instructions that `_leading_system` prepended."""
     first = messages[0]
     if not instructions or first["role"] != "system":
         return messages
@@ -188,8 +189,8 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _format(request: ResponsesRequest) -> dict[str, Any] | None:
-    wanted = None if request.text is None else request.text.format
-    if wanted is None or wanted.get("type") in ("text", "json_object"):
-        return wanted
-    named = {key: value for key, value in wanted.items() if key != "type"}
-    return {"type": wanted.get("type"), "json_schema": named}
+    spec = None if request.text is None else request.text.format
+    if spec is None or spec.get("type") in ("text", "json_object"):
+        return spec
+    schema = {key: value for key, value in spec.items() if key != "type"}
+    return {"type": spec.get("type"), "json_schema": schema}

@@ -1,7 +1,7 @@
-"""A turn in the shapes of the responses dialect: the whole object, or its events.
+"""A turn in the shapes of the responses dialect, the whole object or its events: the one
+translation back.
 
-The one translation back. The events satisfy the SDK, Codex, opencode and Qwen Code, each of which
-needs others of them.
+The events satisfy the SDK, Codex, opencode and Qwen Code, each of which needs others of them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from lockstep.gateway.chat.parts import PartStream, StreamedPart
-from lockstep.gateway.chat.turn import ChatTurn
 from lockstep.gateway.responses.tool_names import INPUT, ToolNames
+from lockstep.gateway.turn.sample import StreamedPart, TurnStream
+from lockstep.gateway.turn.turn import Turn
 from lockstep.protocol.common.thinking_seal import seal
 from lockstep.protocol.openai import responses_response as wire
 from lockstep.protocol.openai.chat_response import ChatReply
@@ -22,13 +22,13 @@ from lockstep.protocol.openai.responses_request import ResponsesRequest
 from lockstep.render.parsed_message import Call
 from lockstep.tokens.errors import LockstepError, Unavailable
 
-Keep = Callable[[wire.ResponseObject, ChatReply], None]
+StoreResponse = Callable[[wire.ResponseObject, ChatReply], None]
 
 
 def empty_response(
     request: ResponsesRequest, response_id: str, created: int
 ) -> wire.ResponseObject:
-    """The response before anything was said, with what it echoes of the request."""
+    """Return the response before its first token, with the fields that echo the request."""
     reasoning, text = request.reasoning, request.text
     return wire.ResponseObject(
         id=response_id,
@@ -56,9 +56,9 @@ def empty_response(
 
 
 def ended_response(
-    response: wire.ResponseObject, turn: ChatTurn, reply: ChatReply, output: list[wire.Fields]
+    response: wire.ResponseObject, turn: Turn, reply: ChatReply, output: list[wire.Fields]
 ) -> wire.ResponseObject:
-    """The response at its end. Raises Unavailable for a turn that was aborted."""
+    """Return the finished response. Raises Unavailable for a turn that was aborted."""
     if reply.finish == "abort":
         raise Unavailable("the turn was aborted before it ended: send the request again")
     cut = reply.finish == "length"
@@ -71,8 +71,8 @@ def ended_response(
     )
 
 
-def whole_output(turn: ChatTurn, reply: ChatReply, tools: ToolNames) -> list[wire.Fields]:
-    """The output items of a whole turn."""
+def whole_output(turn: Turn, reply: ChatReply, tools: ToolNames) -> list[wire.Fields]:
+    """Return the output items of a whole turn."""
     message = reply.message
     output: list[wire.Fields] = []
     if thought := message.get("reasoning_content"):
@@ -86,21 +86,21 @@ def whole_output(turn: ChatTurn, reply: ChatReply, tools: ToolNames) -> list[wir
 
 
 class ResponseStream:
-    """The events of one turn; `keep` gets the response at its end, before the client does."""
+    """The events of one turn; `store` gets the finished response before the client does."""
 
     def __init__(
         self,
         response: wire.ResponseObject,
-        turn: ChatTurn,
-        parts: PartStream,
+        turn: Turn,
+        parts: TurnStream,
         tools: ToolNames,
-        keep: Keep,
+        store: StoreResponse,
     ) -> None:
         self._response = response
         self._turn = turn
         self._parts = parts
         self._tools = tools
-        self._keep = keep
+        self._store = store
         self._number = 0
         self._output: list[wire.Fields] = []
         self._thought: str | None = None
@@ -112,49 +112,50 @@ class ResponseStream:
         yield self._event("response.in_progress", response=self._response)
         try:
             async with aclosing(self._parts.read()) as parts:
-                async for each in parts:
-                    for event in self._part(each):
+                async for part in parts:
+                    for event in self._part_events(part):
                         yield event
         except LockstepError as error:
             yield failed_event(self._response, error, self._number)
 
-    def _part(self, each: StreamedPart) -> Iterator[bytes]:
-        part = each.part
+    def _part_events(self, streamed: StreamedPart) -> Iterator[bytes]:
+        part = streamed.part
         if part.reasoning:
-            yield from self._think(part.reasoning)
+            yield from self._reasoning_events(part.reasoning)
         if part.content:
-            yield from self._say(part.content)
+            yield from self._text_events(part.content)
         for call in part.calls:
-            yield from self._closed()
-            yield from self._call(call)
-        if each.end is not None:
-            yield from self._closed()
-            response = ended_response(self._response, self._turn, each.end, self._output)
-            self._keep(response, each.end)
+            yield from self._close_item()
+            yield from self._call_events(call)
+        if streamed.end is not None:
+            yield from self._close_item()
+            response = ended_response(self._response, self._turn, streamed.end, self._output)
+            # Before the last event: a client may continue from the response as soon as it has it.
+            self._store(response, streamed.end)
             yield self._event(f"response.{response.status}", response=response)
 
-    def _think(self, new: str) -> Iterator[bytes]:
+    def _reasoning_events(self, new: str) -> Iterator[bytes]:
         if self._thought is None:
-            yield from self._closed()
+            yield from self._close_item()
             self._thought = ""
             item = wire.reasoning_item(self._thought_id, "", seal(""))
             part = {"type": "summary_text", "text": ""}
             yield self._event("response.output_item.added", output_index=self._at, item=item)
-            yield self._of_thought("response.reasoning_summary_part.added", part=part)
+            yield self._reasoning_event("response.reasoning_summary_part.added", part=part)
         self._thought += new
-        yield self._of_thought("response.reasoning_summary_text.delta", delta=new)
+        yield self._reasoning_event("response.reasoning_summary_text.delta", delta=new)
 
-    def _say(self, new: str) -> Iterator[bytes]:
+    def _text_events(self, new: str) -> Iterator[bytes]:
         if self._text is None:
-            yield from self._closed()
+            yield from self._close_item()
             self._text = ""
             item = wire.message_item(self._text_id, None)
             yield self._event("response.output_item.added", output_index=self._at, item=item)
-            yield self._of_text("response.content_part.added", part=wire.text_part(""))
+            yield self._text_event("response.content_part.added", part=wire.text_part(""))
         self._text += new
-        yield self._of_text("response.output_text.delta", delta=new, logprobs=[])
+        yield self._text_event("response.output_text.delta", delta=new, logprobs=[])
 
-    def _call(self, call: Call) -> Iterator[bytes]:
+    def _call_events(self, call: Call) -> Iterator[bytes]:
         name, arguments = call.name or "", call.arguments or "{}"
         item = self._tools.call_item(call.id, name, arguments, "completed")
         custom = item["type"] == "custom_tool_call"
@@ -165,27 +166,27 @@ class ResponseStream:
         yield self._event("response.output_item.added", output_index=self._at, item=added)
         yield self._event(f"{prefix}.delta", **place, delta=item[key])
         yield self._event(f"{prefix}.done", **place, **{key: item[key]}, name=item["name"])
-        yield self._done(item)
+        yield self._item_done(item)
 
-    def _closed(self) -> Iterator[bytes]:
-        """The end of the item that is being written, if any is."""
+    def _close_item(self) -> Iterator[bytes]:
+        """Yield the events that end the item being written, if there is one."""
         if self._thought is not None:
             text, part = self._thought, {"type": "summary_text", "text": self._thought}
             item = wire.reasoning_item(self._thought_id, text, seal(text))
-            yield self._of_thought("response.reasoning_summary_text.done", text=text)
-            yield self._of_thought("response.reasoning_summary_part.done", part=part)
+            yield self._reasoning_event("response.reasoning_summary_text.done", text=text)
+            yield self._reasoning_event("response.reasoning_summary_part.done", part=part)
             self._thought = None
-            yield self._done(item)
+            yield self._item_done(item)
         if self._text is not None:
             text = self._text
             item = wire.message_item(self._text_id, text)
-            yield self._of_text("response.output_text.done", text=text, logprobs=[])
-            yield self._of_text("response.content_part.done", part=wire.text_part(text))
+            yield self._text_event("response.output_text.done", text=text, logprobs=[])
+            yield self._text_event("response.content_part.done", part=wire.text_part(text))
             self._text = None
             self._texts += 1
-            yield self._done(item)
+            yield self._item_done(item)
 
-    def _done(self, item: wire.Fields) -> bytes:
+    def _item_done(self, item: wire.Fields) -> bytes:
         at = self._at
         self._output.append(item)
         return self._event("response.output_item.done", output_index=at, item=item)
@@ -202,11 +203,11 @@ class ResponseStream:
     def _text_id(self) -> str:
         return f"msg_{self._turn.id}" + (f"_{self._texts}" if self._texts else "")
 
-    def _of_thought(self, name: str, **fields: Any) -> bytes:
+    def _reasoning_event(self, name: str, **fields: Any) -> bytes:
         place = {"item_id": self._thought_id, "output_index": self._at, "summary_index": 0}
         return self._event(name, **place, **fields)
 
-    def _of_text(self, name: str, **fields: Any) -> bytes:
+    def _text_event(self, name: str, **fields: Any) -> bytes:
         place = {"item_id": self._text_id, "output_index": self._at, "content_index": 0}
         return self._event(name, **place, **fields)
 
@@ -218,12 +219,12 @@ class ResponseStream:
 async def failed_events(
     response: wire.ResponseObject, error: LockstepError
 ) -> AsyncIterator[bytes]:
-    """The events of a response that failed before it began."""
+    """Yield the events of a response that failed before it began."""
     yield wire.event("response.created", 0, response=response)
     yield failed_event(response, error, 1)
 
 
 def failed_event(response: wire.ResponseObject, error: LockstepError, number: int) -> bytes:
-    """The event that ends a response which failed."""
+    """Return the event that ends a failed response."""
     failed = msgspec.structs.replace(response, status="failed", error=wire.failure_of(error))
     return wire.event("response.failed", number, response=failed)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or ids in, text and ids out, and prompts scored with echo."""
+"""POST /v1/completions: completions of text or ids, and prompts scored with echo."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from starlette.routing import Route as HttpRoute
 from lockstep import tracing
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
-from lockstep.gateway.chat.room import check_room
-from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
-from lockstep.gateway.models import ServedModel
+from lockstep.gateway.callers import caller_of, request_id, session_id
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.model_registry import ServedModel
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.routes.completions_response import CompletionPrompt, CompletionWriter, Items
 from lockstep.gateway.routes.token_text import TokenSpelling
 from lockstep.gateway.sessions.token_turn import TokenTurn
-from lockstep.gateway.tenants import caller_of
-from lockstep.http.body import read_body
-from lockstep.http.handlers import EventStream, json_response, unless_gone
+from lockstep.gateway.turn.context_limit import check_text_fits
+from lockstep.gateway.turn.open import join_session
+from lockstep.http.handlers import EventStream, json_response
+from lockstep.http.http_request import read_body, unless_gone
 from lockstep.http.off_loop import is_large_response, off_loop
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
@@ -45,7 +46,7 @@ ROUTE_DOCS = (
 
 
 class CompletionsRoutes:
-    """OpenAI's older route, without messages; a session records its turns by their ids."""
+    """POST /v1/completions. A session stores its turns by their ids."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -54,24 +55,24 @@ class CompletionsRoutes:
     async def complete(self, http: Request) -> Response:
         request_id(http)
         body = await read_body(http, decode_completion, self._context.limits)
-        chosen_id = request_id(http, body.request_id)
+        client_id = request_id(http, body.request_id)
         model = await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()
         if tracing.active is not None:
             tracing.active.start_turn("text_completion", model.name, session_id(http))
-        prompts = await self._prompts(http, body, model, renderer, chosen_id)
+        prompts = await self._prompts(http, body, model, renderer, client_id)
         spelling = TokenSpelling(
             renderer,
             as_ids=bool(body.return_tokens_as_token_ids),
             keep_special=body.skip_special_tokens is False,
         )
-        writer = CompletionWriter(body, model.name, spelling, prompts, chosen_id)
+        writer = CompletionWriter(body, model.name, spelling, prompts, client_id)
         if not body.stream:
-            completions = await unless_gone(http, self._all(prompts))
-            large = any(is_large_response(each, body.logprobs or 0) for each in completions)
-            return json_response(await off_loop(large, _encoded, writer, completions))
-        events = writer.events([self._items(prompt) for prompt in prompts])
-        return await EventStream.started(http, events, chosen_id)
+            completions = await unless_gone(http, self._sample_all(prompts))
+            large = any(is_large_response(choices, body.logprobs or 0) for choices in completions)
+            return json_response(await off_loop(large, _encode, writer, completions))
+        events = writer.events([self._stream(prompt) for prompt in prompts])
+        return await EventStream.started(http, events, client_id)
 
     async def _prompts(
         self,
@@ -79,7 +80,7 @@ class CompletionsRoutes:
         body: CompletionRequest,
         model: ServedModel,
         renderer: Renderer,
-        chosen_id: str,
+        client_id: str,
     ) -> list[CompletionPrompt]:
         sampling, name, caller = body.sampling(), session_id(http), caller_of(http)
         session = await join_session(http, self._context, renderer)
@@ -87,13 +88,13 @@ class CompletionsRoutes:
         inputs = body.prompts()
         special = body.add_special_tokens is not False
         prompts: list[CompletionPrompt] = []
-        for at, each in enumerate(inputs):
-            text = each if isinstance(each, str) else None
-            if isinstance(each, str):
-                await check_room([each], renderer, model.max_model_len, "prompt")
-                ids = await off_loop(True, renderer.encode, each, special=special)
+        for at, prompt in enumerate(inputs):
+            text = prompt if isinstance(prompt, str) else None
+            if isinstance(prompt, str):
+                await check_text_fits([prompt], renderer, model.max_model_len, "prompt")
+                ids = await off_loop(True, renderer.encode, prompt, special=special)
             else:
-                ids = each
+                ids = prompt
             if not ids:
                 where = "prompt" if len(inputs) == 1 else f"prompt[{at}]"
                 raise BadTokenId(f"{where} is empty: it has no token", param=where)
@@ -103,7 +104,7 @@ class CompletionsRoutes:
                 sampling=sampling,
                 model=model.name,
                 request_id=caller.request_id(
-                    chosen_id if len(inputs) == 1 else f"{chosen_id}-{at}"
+                    client_id if len(inputs) == 1 else f"{client_id}-{at}"
                 ),
                 cache_salt=salt,
                 priority=body.priority or 0,
@@ -119,18 +120,19 @@ class CompletionsRoutes:
             prompts.append(CompletionPrompt(text, request, affinity, at * sampling.n, turn))
         return prompts
 
-    async def _all(self, prompts: Sequence[CompletionPrompt]) -> list[list[Completion]]:
-        """The completions of every prompt; when one fails the others are cancelled."""
+    async def _sample_all(self, prompts: Sequence[CompletionPrompt]) -> list[list[Completion]]:
+        """Sample every prompt; when one fails, the others are cancelled."""
         if len(prompts) == 1:
-            return [await self._one(prompts[0])]
+            return [await self._sample(prompts[0])]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(prompt)) for prompt in prompts]
+                tasks = [group.create_task(self._sample(prompt)) for prompt in prompts]
         except BaseExceptionGroup as failures:
+            # Several prompts may have failed: the client gets the first error.
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _one(self, prompt: CompletionPrompt) -> list[Completion]:
+    async def _sample(self, prompt: CompletionPrompt) -> list[Completion]:
         async def call(worker: Worker) -> list[Completion]:
             return await worker.generate(prompt.request)
 
@@ -139,14 +141,14 @@ class CompletionsRoutes:
             await prompt.turn.commit(completions)
         return completions
 
-    def _items(self, prompt: CompletionPrompt) -> Items:
-        def opened(worker: Worker) -> AsyncIterator[StreamDelta | Completion]:
+    def _stream(self, prompt: CompletionPrompt) -> Items:
+        def open_stream(worker: Worker) -> AsyncIterator[StreamDelta | Completion]:
             return worker.stream(prompt.request)
 
-        return self._context.pool.stream(prompt.affinity, opened)
+        return self._context.pool.stream(prompt.affinity, open_stream)
 
 
-def _encoded(writer: CompletionWriter, completions: list[list[Completion]]) -> bytes:
+def _encode(writer: CompletionWriter, completions: list[list[Completion]]) -> bytes:
     return msgspec.json.encode(writer.whole(completions))
 
 

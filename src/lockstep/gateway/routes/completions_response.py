@@ -13,7 +13,7 @@ from lockstep.gateway.routes.token_text import CompletionText, TokenSpelling
 from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.http import sse
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.protocol.common.response import StreamDelta
+from lockstep.protocol.common.response import StreamDelta, usage_of
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.completions import (
     ID_PREFIX,
@@ -21,7 +21,7 @@ from lockstep.protocol.openai.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from lockstep.protocol.vllm.generate_response import experts_field, stop_reason_of, usage_of
+from lockstep.protocol.vllm.generate_response import experts_field, stop_reason_of
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import ContractError
 
@@ -30,9 +30,9 @@ Items = AsyncGenerator[StreamDelta | Completion, None]
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
-    """One prompt of a request: its text if it came as text, and the request for the worker.
+    """One prompt of a request: its text, if it was sent as text, and the request for the worker.
 
-    `first` is the index of its first choice, `turn` where its session stores it.
+    `first` is the index of its first choice; `turn` stores it in a session.
     """
 
     text: str | None
@@ -51,23 +51,25 @@ class CompletionWriter:
         model: str,
         spelling: TokenSpelling,
         prompts: Sequence[CompletionPrompt],
-        chosen_id: str,
+        client_id: str,
     ) -> None:
         self._body = body
         self._spelling = spelling
         self._prompts = prompts
         self._model = model
-        self._id = ID_PREFIX + chosen_id.removeprefix(ID_PREFIX)
+        self._id = ID_PREFIX + client_id.removeprefix(ID_PREFIX)
         self._created = int(time())
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> CompletionResponse:
-        """The response, from the completions of each prompt."""
+        """Return the response for the completions of each prompt."""
         choices = [
-            self._choice(prompt, each, self._text(prompt))
+            self._choice(prompt, completion, self._text(prompt))
             for prompt, of_prompt in zip(self._prompts, completions, strict=True)
-            for each in of_prompt
+            for completion in of_prompt
         ]
-        sampled = sum(len(each.token_ids) for of_prompt in completions for each in of_prompt)
+        sampled = sum(
+            len(completion.token_ids) for of_prompt in completions for completion in of_prompt
+        )
         return self._response(choices, 0 if self._body.scores else sampled)
 
     def _choice(
@@ -77,7 +79,7 @@ class CompletionWriter:
         text: CompletionText,
         sent: int | None = None,
     ) -> CompletionChoice:
-        """A finished choice; of a stream, what comes after `sent` tokens."""
+        """Return a finished choice; in a stream, the part after `sent` tokens."""
         body = self._body
         at = sent or 0
         if body.echo and sent is None:
@@ -121,16 +123,17 @@ class CompletionWriter:
         text.add_prompt(ids, self._spelling.prompt_data(ids, prompt.text), scored)
 
     async def events(self, items: Sequence[Items]) -> AsyncGenerator[bytes, None]:
-        """The chunks of all choices as they arrive.
+        """Yield the chunks of all choices as they arrive.
 
-        Alternatives and prompt logprobs come with the finished choice only: a request for them
-        gets each choice in one chunk.
+        Workers send alternatives and prompt logprobs with the finished choice only: a request for
+        them gets each choice in one chunk.
         """
         body = self._body
-        held = bool(body.logprobs) or body.prompt_tops is not None or body.scores
+        in_one_chunk = bool(body.logprobs) or body.prompt_tops is not None or body.scores
         texts: dict[int, CompletionText] = {}
         sent: dict[int, int] = {}
         tokens = 0
+        # Prompts are sampled side by side: chunks are sent in the order of their arrival.
         async with aclosing(merge_streams(items)) as arrivals:
             async for at, item in arrivals:
                 prompt = self._prompts[at]
@@ -141,7 +144,7 @@ class CompletionWriter:
                         await prompt.turn.commit([item])
                     tokens += 0 if body.scores else len(item.token_ids)
                     yield self._event(self._choice(prompt, item, text, sent.get(index)))
-                elif not held and item.token_ids:
+                elif not in_one_chunk and item.token_ids:
                     yield self._event(self._chunk(prompt, item, text, index not in sent))
                     sent[index] = sent.get(index, 0) + len(item.token_ids)
         if body.include_usage:

@@ -1,6 +1,6 @@
-"""GET /v1/rl/metrics: the load of every engine under vLLM's names, for schedulers that read those.
+"""GET /v1/rl/metrics: the load of each engine under vLLM's metric names, for schedulers.
 
-prime-rl sizes its number of rollouts by the KV capacity, the queues and the preemptions of engines.
+prime-rl derives its number of rollouts from the KV capacity, queues and preemptions of engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.fleet.worker import Worker
 from lockstep.gateway.context import GatewayContext
 from lockstep.tokens.errors import LockstepError
 
-SECONDS = 2.0
+TIMEOUT_SECONDS = 2.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 COUNTERS = (
     "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total",
@@ -26,8 +26,8 @@ COUNTERS = (
 )  # fmt: skip
 INFO = "cache_config_info"
 SIZES = ("block_size", "num_gpu_blocks")
-"""Labels of INFO from which the tokens follow that an engine can hold."""
-OWN = {
+"""Labels of INFO whose product is the number of tokens that an engine can hold."""
+LOCKSTEP_METRICS = {
     "running": "num_requests_running",
     "waiting": "num_requests_waiting",
     "prompt_tokens_total": "prompt_tokens_total",
@@ -35,12 +35,12 @@ OWN = {
     "prefix_query_tokens_total": "prefix_cache_queries_total",
     "prefix_hit_tokens_total": "prefix_cache_hits_total",
 }
-"""Metrics of our own workers, and what vLLM calls the same."""
+"""vLLM's names for the metrics of Lockstep workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """One value of one engine; `labels` beside the engine's name."""
+    """One value of one engine; `labels` are those beside the engine's name."""
 
     name: str
     engine: str
@@ -48,13 +48,14 @@ class EngineSample:
     labels: tuple[tuple[str, str], ...] = ()
 
     def line(self) -> str:
+        """Return the sample as a line of Prometheus' text format."""
         pairs = [("engine", self.engine), *self.labels]
-        shown = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
-        return f"vllm:{self.name}{{{shown}}} {self.value}"
+        labels = ",".join(f'{name}="{_escape(value)}"' for name, value in pairs)
+        return f"vllm:{self.name}{{{labels}}} {self.value}"
 
 
 class EngineMetricsRoutes:
-    """Asks every worker when it is asked itself: nothing is counted twice, or kept."""
+    """GET /v1/rl/metrics, which reads the metrics of each worker when it is scraped."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._pool = context.pool
@@ -62,17 +63,17 @@ class EngineMetricsRoutes:
 
     async def scrape(self, _: Request) -> Response:
         serving = [worker for worker in self._pool.workers if worker.serves]
-        by_worker = await asyncio.gather(*(_of_worker(worker) for worker in serving))
-        samples = [sample for each in by_worker for sample in each]
-        # Requests that wait here are at no engine yet, and would be nobody's.
+        by_worker = await asyncio.gather(*(_read_worker(worker) for worker in serving))
+        samples = [sample for of_worker in by_worker for sample in of_worker]
+        # Requests queued in the gateway are at no engine yet: they get an engine name of their own.
         samples.append(EngineSample("num_requests_waiting", "gateway", self._pool.waiting))
         return Response(_exposition(samples), media_type="text/plain; version=0.0.4")
 
 
-async def _of_worker(worker: Worker) -> list[EngineSample]:
-    """What a worker tells of its engines; its requests from here where it tells nothing."""
+async def _read_worker(worker: Worker) -> list[EngineSample]:
+    """Return the samples of a worker's engines; without metrics, the requests sent to it."""
     try:
-        body = await worker.client.get("/metrics", timeout=SECONDS)
+        body = await worker.client.get("/metrics", timeout=TIMEOUT_SECONDS)
         samples = list(read_samples(bytes(body).decode(), worker.id))
     except (LockstepError, ValueError):
         samples = []
@@ -80,31 +81,31 @@ async def _of_worker(worker: Worker) -> list[EngineSample]:
 
 
 def read_samples(text: str, worker: str) -> Iterator[EngineSample]:
-    """The samples in a worker's metrics, of vLLM's kind or of our own. Raises ValueError."""
+    """Yield the samples in the metrics of a vLLM or Lockstep worker. Raises ValueError."""
     own: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             kind, _, name = sample.name.partition(":")
             if kind == "vllm" and name in (*GAUGES, *COUNTERS, INFO):
-                yield _of_vllm(name, sample.value, sample.labels, worker)
+                yield _vllm_sample(name, sample.value, sample.labels, worker)
             elif sample.name.startswith("lockstep_worker_"):
                 own[sample.name.removeprefix("lockstep_worker_")] = sample.value
     for name, value in own.items():
-        if name in OWN:
-            yield EngineSample(OWN[name], worker, value)
+        if name in LOCKSTEP_METRICS:
+            yield EngineSample(LOCKSTEP_METRICS[name], worker, value)
     if own.get("slots"):
         slots, tokens = int(own["slots"]), int(own["slot_tokens"])
         sizes = zip(SIZES, (str(tokens), str(slots)), strict=True)
         yield EngineSample(INFO, worker, 1.0, tuple(sizes))
         yield EngineSample("kv_cache_usage_perc", worker, own.get("running", 0.0) / slots)
-        # A sequence keeps its slot to the end.
+        # The embedded engine never preempts: a sequence keeps its slot to the end.
         yield EngineSample("num_preemptions_total", worker, 0.0)
 
 
-def _of_vllm(name: str, value: float, labels: Mapping[str, str], worker: str) -> EngineSample:
+def _vllm_sample(name: str, value: float, labels: Mapping[str, str], worker: str) -> EngineSample:
     engine = labels.get("engine", "0")
-    kept = tuple((label, labels[label]) for label in SIZES if name == INFO and label in labels)
-    return EngineSample(name, worker if engine == "0" else f"{worker}/{engine}", value, kept)
+    sizes = tuple((label, labels[label]) for label in SIZES if name == INFO and label in labels)
+    return EngineSample(name, worker if engine == "0" else f"{worker}/{engine}", value, sizes)
 
 
 def _exposition(samples: Iterable[EngineSample]) -> str:
@@ -118,5 +119,5 @@ def _exposition(samples: Iterable[EngineSample]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

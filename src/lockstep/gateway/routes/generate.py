@@ -1,8 +1,8 @@
 """POST /inference/v1/generate: token ids in, token ids and logprobs out, in vLLM's dialect.
 
-Bodies are forwarded as bytes to workers that speak this dialect, and so are the responses: they
-are decoded once, to check the contract, and never encoded again. Other backends get the request in
-their own dialect.
+Bodies are forwarded as bytes to workers that speak this dialect, and their responses are returned
+as bytes: they are decoded once, to check the contract, and never encoded again. Other backends get
+the request in their own dialect.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from lockstep import tracing
 from lockstep.backends.transport import CompletionStream, Relay
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
-from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
-from lockstep.gateway.models import ServedModel
+from lockstep.gateway.callers import Caller, caller_of, request_id, session_id
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.model_registry import ServedModel
 from lockstep.gateway.sessions.token_turn import TokenTurn
-from lockstep.gateway.tenants import Caller, caller_of
+from lockstep.gateway.turn.open import join_session
 from lockstep.http import sse
-from lockstep.http.body import read_body
-from lockstep.http.handlers import EventStream, json_response, unless_gone
+from lockstep.http.handlers import EventStream, json_response
+from lockstep.http.http_request import read_body, unless_gone
 from lockstep.http.off_loop import is_large_json, is_large_response, off_loop
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
@@ -38,6 +39,7 @@ from lockstep.protocol.common.response import (
     finish_of,
     ids_of,
 )
+from lockstep.protocol.openai import chat_response, completions
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import decode_abort
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
@@ -59,7 +61,7 @@ class _BareResponse(msgspec.Struct):
 
 Body = TypeVar("Body", bytes, bytearray)
 BARE = msgspec.json.Decoder(_BareResponse)
-ID_PREFIXES = (wire.REQUEST_ID_PREFIX, "chatcmpl-", "cmpl-")
+ID_PREFIXES = (wire.REQUEST_ID_PREFIX, chat_response.ID_PREFIX, completions.ID_PREFIX)
 
 
 class GenerateRoutes:
@@ -73,15 +75,17 @@ class GenerateRoutes:
         ]
 
     async def generate(self, http: Request) -> Response:
-        """Completions of a prompt; a session that the request names records them by their ids."""
+        """Return completions of a prompt; the session of the request stores them by their ids."""
         request_id(http)
-        raw, fields, ids = await read_body(http, self._decoded, self._context.limits)
+        raw, fields, ids = await read_body(http, self._decode, self._context.limits)
         model = await self._context.models.resolve(fields.model)
         caller = caller_of(http)
-        shown = request_id(http, fields.request_id).removeprefix(wire.REQUEST_ID_PREFIX)
-        request = _generate_request(fields, ids, model, shown, caller)
+        client_id = request_id(http, fields.request_id).removeprefix(wire.REQUEST_ID_PREFIX)
+        request = _generate_request(fields, ids, model, client_id, caller)
         if tracing.active is not None:
             tracing.active.start_turn("text_completion", model.name, session_id(http))
+        # A relayed body keeps its bytes: only the fields that the worker must see differently are
+        # appended.
         if request.cache_salt != fields.cache_salt:
             raw = _with_field(raw, "cache_salt", request.cache_salt)
         if fields.model not in (None, request.model):
@@ -94,13 +98,14 @@ class GenerateRoutes:
             adapter=model.adapter,
         )
         if fields.stream:
-            events = self._events(affinity, request, fields, raw, shown, turn)
-            return await EventStream.started(http, events, shown)
+            events = self._events(affinity, request, fields, raw, client_id, turn)
+            return await EventStream.started(http, events, client_id)
 
         async def call(worker: Worker) -> tuple[bytes | bytearray, list[Completion]]:
-            # What a session records has logprobs, whether or not the client wants to see them.
+            # A session stores logprobs even if the client does not request them: such a body is
+            # not relayed but encoded again.
             relayed = raw if turn is None or fields.form.logprobs is not None else None
-            return await self._whole(worker, request, fields, model, relayed, shown)
+            return await self._whole(worker, request, fields, model, relayed, client_id)
 
         async def work() -> bytes | bytearray:
             response, completions = await self._context.pool.run(affinity, call)
@@ -119,7 +124,7 @@ class GenerateRoutes:
         session = await join_session(http, self._context, renderer)
         return await TokenTurn.of(session, request.prompt_ids, request.sampling, model.adapter)
 
-    def _decoded(self, raw: bytes) -> tuple[bytes, GenerateFields, Sequence[int]]:
+    def _decode(self, raw: bytes) -> tuple[bytes, GenerateFields, Sequence[int]]:
         fields, ids = decode_relayed(raw)
         self._context.limits.check(fields)
         return raw, fields, ids
@@ -131,25 +136,26 @@ class GenerateRoutes:
         fields: GenerateFields,
         model: ServedModel,
         raw: bytes | None,
-        shown: str,
+        client_id: str,
     ) -> tuple[bytes | bytearray, list[Completion]]:
-        """The response, and its completions where it has logprobs; `raw` is relayed if given."""
+        """Return the response, and its completions if it has logprobs. `raw` is relayed if set."""
         relay = worker.transport.relay
         if relay is not None and raw is not None:
+            # Marked before the request: a version accepted while it runs is valid for it.
             since = worker.accepted.mark()
             if (tracer := tracing.active) is not None:
                 tracer.generation(request.model, request.sampling)
             relayed, reading = await relay.forward(raw, request)
-            completions = await _checked(relayed, reading, fields, worker, since)
+            completions = await _decode_checked(relayed, reading, fields, worker, since)
             if tracer is not None:
                 tracer.generated(completions)
-            return _shown_as(relayed, request, shown), completions
+            return _with_client_id(relayed, request, client_id), completions
         completions = await worker.generate(request)
         response = await off_loop(
             is_large_response(completions, request.sampling.logprobs),
             wire.generate_response,
             completions,
-            request_id=wire.REQUEST_ID_PREFIX + shown,
+            request_id=wire.REQUEST_ID_PREFIX + client_id,
             model=model.name,
             created=int(time()),
             form=fields.form,
@@ -162,24 +168,25 @@ class GenerateRoutes:
         request: GenerateRequest,
         fields: GenerateFields,
         raw: bytes,
-        shown: str,
+        client_id: str,
         turn: TokenTurn | None,
     ) -> AsyncGenerator[bytes, None]:
-        def sampled(worker: Worker) -> CompletionStream:
+        def sample(worker: Worker) -> CompletionStream:
             return worker.stream(request)
 
-        def opened(worker: Worker) -> AsyncIterator[bytes]:
+        def open_events(worker: Worker) -> AsyncIterator[bytes]:
             if (relay := worker.transport.relay) is not None:
-                return _relayed(worker, relay, request, fields, raw, shown)
-            return _translated(sampled(worker), request, fields, shown)
+                return _relay_events(worker, relay, request, fields, raw, client_id)
+            return _encode_events(sample(worker), request, fields, client_id)
 
         pool = self._context.pool
         if turn is None:
-            return pool.stream(affinity, opened)
-        return _translated(pool.stream(affinity, sampled), request, fields, shown, turn)
+            return pool.stream(affinity, open_events)
+        # A turn to be stored is decoded anyway, and its end is held back until it is stored.
+        return _encode_events(pool.stream(affinity, sample), request, fields, client_id, turn)
 
     async def abort(self, http: Request) -> Response:
-        """Stops requests by id on whatever worker they run; says how many it really stopped."""
+        """Abort requests by id on any worker; return how many were running."""
         request_id(http)
         body = await read_body(http, decode_abort, self._context.limits)
         if not body.request_ids:
@@ -191,40 +198,42 @@ class GenerateRoutes:
 
 
 def _with_field(raw: bytes, name: str, value: str | None) -> bytes:
-    """The body with that value: of a field that comes twice, decoders of the workers take the last.
-    It is an object with fields, or it would not have been decoded."""
+    """Return the body with a field appended; of a repeated field, workers decode the last one.
+
+    The body is an object with at least one field, or it would not have been decoded.
+    """
     return raw.rstrip()[:-1] + f',"{name}":'.encode() + msgspec.json.encode(value) + b"}"
 
 
-def _shown_as(response: Body, request: GenerateRequest, shown: str) -> Body:
-    """The response with the id by which the client knows its request."""
-    if request.request_id == shown:
+def _with_client_id(response: Body, request: GenerateRequest, client_id: str) -> Body:
+    """Return the response with the client's id in place of the worker's."""
+    if request.request_id == client_id:
         return response
     sent, own = (
         msgspec.json.encode(wire.REQUEST_ID_PREFIX + (name or ""))
-        for name in (request.request_id, shown)
+        for name in (request.request_id, client_id)
     )
     return response.replace(sent, own, 1)
 
 
 def bare_id(name: str) -> str:
-    """A request's own id, without the prefix that its route put before it in the response."""
+    """Return the id of a request without the prefix that its response had."""
     for prefix in ID_PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
-async def _relayed(
+async def _relay_events(
     worker: Worker,
     relay: Relay,
     request: GenerateRequest,
     fields: GenerateFields,
     raw: bytes,
-    shown: str,
+    client_id: str,
 ) -> AsyncIterator[bytes]:
-    """The worker's events as they come, checked; the stream must end with every choice finished.
+    """Yield the worker's events after checking them; every choice must finish.
 
-    Events that arrive together are sent on together.
+    Events that arrive together are sent together.
     """
     if tracing.active is not None:
         tracing.active.generation(request.model, request.sampling)
@@ -233,28 +242,28 @@ async def _relayed(
     async with aclosing(relay.forward_events(raw, request)) as batches:
         async for batch in batches:
             await events.learn(batch)
-            passed = 0
+            valid = 0
             try:
                 for _ in events.check(batch):
-                    passed += 1
+                    valid += 1
             except LockstepError:
-                # The events before the faulty one are right: the client gets them first.
-                if passed:
-                    yield _written(batch[:passed], request, shown)
+                # The client first gets the events before the faulty one: they are valid.
+                if valid:
+                    yield _join_events(batch[:valid], request, client_id)
                 raise
-            yield _written(batch, request, shown)
+            yield _join_events(batch, request, client_id)
     await events.finish()
 
 
-def _written(events: list[bytes], request: GenerateRequest, shown: str) -> bytes:
-    """The events as one piece of a stream, under the id by which the client knows its request."""
-    if request.request_id != shown:
-        events = [_shown_as(event, request, shown) for event in events]
+def _join_events(events: list[bytes], request: GenerateRequest, client_id: str) -> bytes:
+    """Return the events as one piece of a stream, with the client's id."""
+    if request.request_id != client_id:
+        events = [_with_client_id(event, request, client_id) for event in events]
     return b"data: " + b"\n\ndata: ".join(events) + b"\n\n"
 
 
 class _ScoredEvents:
-    """Checks a streamed response with logprobs, event by event and as a whole."""
+    """Checks a streamed response with logprobs, each event and the whole."""
 
     def __init__(self, worker: Worker, request: GenerateRequest) -> None:
         self._worker, self._since = worker, worker.accepted.mark()
@@ -262,14 +271,14 @@ class _ScoredEvents:
         self.check = self._decoder.collect
 
     async def learn(self, batch: list[bytes]) -> None:
-        """Versions are checked at the end."""
+        """Do nothing: versions are checked at the end."""
 
     async def finish(self) -> None:
         completions = self._decoder.finish()
         await self._worker.accepted.confirm(completions, self._since, self._worker.id)
         if tracing.active is not None:
             tracing.active.generated(completions)
-        self._worker.sampled += sum(len(each.token_ids) for each in completions)
+        self._worker.sampled += sum(len(completion.token_ids) for completion in completions)
 
 
 class _BareEvents:
@@ -291,7 +300,7 @@ class _BareEvents:
             yield
 
     async def learn(self, batch: list[bytes]) -> None:
-        """Looks at what the leader has accepted, where this gateway follows one."""
+        """Fetch the versions that the leader has accepted, if this gateway follows one."""
         if self._worker.accepted.read_anew is None:
             return
         for event in batch:
@@ -302,21 +311,21 @@ class _BareEvents:
         check_indices(self._finished, self._choices)
 
 
-async def _translated(
-    sampled: CompletionStream,
+async def _encode_events(
+    stream: CompletionStream,
     request: GenerateRequest,
     fields: GenerateFields,
-    shown: str,
+    client_id: str,
     turn: TokenTurn | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Completions as they are sampled, encoded in this dialect.
+    """Yield completions as they are sampled, encoded in this dialect.
 
-    What ends them is sent after the turn was stored in its session.
+    The chunks that end them are sent after the turn was stored in its session.
     """
-    prefixed = wire.REQUEST_ID_PREFIX + shown
-    encoder = wire.GenerateStreamEncoder(prefixed, request.prompt_ids, fields.form)
+    response_id = wire.REQUEST_ID_PREFIX + client_id
+    encoder = wire.GenerateStreamEncoder(response_id, request.prompt_ids, fields.form)
     completions: list[Completion] = []
-    async with aclosing(sampled) as items:
+    async with aclosing(stream) as items:
         async for item in items:
             if isinstance(item, Completion):
                 completions.append(item)
@@ -325,26 +334,26 @@ async def _translated(
                 yield sse.event(chunk)
     if turn is not None:
         await turn.commit(completions)
-    # They repeat what the deltas brought: these chunks only add how it ended.
+    # The deltas had all tokens: these chunks only add how each choice ended.
     for completion in completions:
         yield sse.event(encoder.chunk(completion.index, [], [], None, None, completion))
     if fields.include_usage:
         yield sse.event(encoder.usage())
 
 
-async def _checked(
+async def _decode_checked(
     response: bytearray, reading: Reading, fields: GenerateFields, worker: Worker, since: int
 ) -> list[Completion]:
-    """The completions of a response, none where it has no logprobs.
+    """Check a response and return its completions; none if it has no logprobs.
 
-    Raises the error of a response that must not be handed on.
+    Raises the error of a response that the client must not get.
     """
     if fields.sampling_params.logprobs is not None:
         completions = await off_loop(
             is_large_json(len(response)), decode_generate, response, reading
         )
         await worker.accepted.confirm(completions, since, worker.id)
-        worker.sampled += sum(len(each.token_ids) for each in completions)
+        worker.sampled += sum(len(completion.token_ids) for completion in completions)
         return completions
     bare = decode_response(BARE, response)
     check_indices((choice.index for choice in bare.choices), reading.request.sampling.n)
@@ -357,9 +366,9 @@ async def _checked(
 
 
 def _generate_request(
-    fields: GenerateFields, ids: Sequence[int], model: ServedModel, shown: str, caller: Caller
+    fields: GenerateFields, ids: Sequence[int], model: ServedModel, client_id: str, caller: Caller
 ) -> GenerateRequest:
-    name = caller.request_id(shown)
+    name = caller.request_id(client_id)
     return GenerateRequest(
         prompt_ids=ids,
         sampling=fields.sampling(),

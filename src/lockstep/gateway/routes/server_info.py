@@ -1,6 +1,7 @@
-"""Routes by which trainers ask a vLLM server what it is: /server_info and its neighbours.
+"""Routes that trainers read the configuration of a vLLM server from: /server_info and others.
 
-They say what is so here. Weights do not come this way: the control plane has its own routes.
+They report what holds for the fleet. Weights are not updated through them but through the control
+plane.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.gateway.context import GatewayContext, request_id
+from lockstep.gateway.callers import request_id
+from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.openapi.route_doc import QueryDoc, RouteDoc
 from lockstep.http.handlers import json_response
 from lockstep.tokens.errors import UnsupportedField
 
 
 class VllmModelConfig(msgspec.Struct):
-    """The model; `dtype` is null where no worker tells it."""
+    """The model; `dtype` is null if no worker reports it."""
 
     model: str
     max_model_len: int | None
@@ -34,8 +36,8 @@ class VllmParallelConfig(msgspec.Struct):
 
 
 class VllmConfig(msgspec.Struct):
-    """Of vLLM's configuration, what holds for a fleet. `weight_transfer_config` is null: vLLM's
-    own transfer is not offered here."""
+    """The parts of vLLM's configuration that a fleet has. `weight_transfer_config` is null: vLLM's
+    own weight transfer is not supported."""
 
     model_config: VllmModelConfig
     parallel_config: VllmParallelConfig
@@ -57,15 +59,15 @@ class CacheReset(msgspec.Struct):
 
 ROUTE_DOCS = (
     RouteDoc(
-        "GET", "/server_info", None, ServerInfo, "What is served, in the shape of vLLM's own.",
+        "GET", "/server_info", None, ServerInfo, "Configuration of the model, in vLLM's shape.",
         sessions=False, query=(QueryDoc("config_format", {"type": "string", "enum": ["json"]}),),
     ),
     RouteDoc(
-        "GET", "/get_world_size", None, WorldSize, "How many workers serve.", sessions=False
+        "GET", "/get_world_size", None, WorldSize, "Number of serving workers.", sessions=False
     ),
     RouteDoc(
         "POST", "/reset_prefix_cache", None, CacheReset,
-        "Says that no cached prefix of older weights is used, which always holds.",
+        "Returns success: prefixes cached under older weights are never used.",
         sessions=False, body_required=False,
     ),
 )  # fmt: skip
@@ -87,7 +89,7 @@ class ServerInfoRoutes:
         form = http.query_params.get("config_format", "json")
         if form != "json":
             raise UnsupportedField(
-                f"config_format is {form!r}: only json can be had", param="config_format"
+                f"config_format is {form!r}: expected json", param="config_format"
             )
         cards = await self._context.models.cards(fresh=True)
         card = next(card for card in cards if card.parent is None)
@@ -105,8 +107,11 @@ class ServerInfoRoutes:
         return json_response(msgspec.json.encode(WorldSize(self._serving())))
 
     async def reset_prefix_cache(self, http: Request) -> Response:
-        """Changes nothing: cached prefixes belong to the weights they were computed under, so
-        that after an update none of the old ones is found. /v1/rl/flush_cache empties them."""
+        """Return success without a change.
+
+        Cached prefixes are keyed by the weights they were computed with, so none of them is used
+        after an update. /v1/rl/flush_cache drops them.
+        """
         request_id(http)
         return json_response(msgspec.json.encode(CacheReset(success=True)))
 

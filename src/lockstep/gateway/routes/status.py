@@ -16,7 +16,7 @@ from lockstep.tokens.errors import NotFound, Unavailable
 
 
 class StatusRoutes:
-    """Health of the fleet, and its models in OpenAI's and vLLM's shape."""
+    """The health of the fleet, and its models in OpenAI's and vLLM's shape."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -38,7 +38,7 @@ class StatusRoutes:
         )
 
     async def models(self, _: Request) -> Response:
-        """The base model, then its adapters with their parent."""
+        """Return the base model, then its adapters with their parent."""
         cards = await self._cards()
         return json_response(ModelList(list(cards.values())))
 

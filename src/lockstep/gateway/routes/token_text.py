@@ -1,7 +1,7 @@
-"""The text of a completion as /v1/completions has it, and logprobs keyed by token strings.
+"""The text of a completion in /v1/completions, and logprobs keyed by token strings.
 
-Strings can lose what ids keep, so bytes that are not a whole character are written out, and of
-two tokens with the same string the second is named by its id.
+Strings must not lose what ids tell apart: bytes that are not a whole character are spelt out, and
+of two tokens with the same string the second is named by its id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.tokens.stop_strings import HeldText
 
 
 class TokenSpelling:
-    """How tokens are written: as text or as `token_id:N`, with or without special tokens."""
+    """The spelling of tokens: text or `token_id:N`, with or without special tokens."""
 
     def __init__(self, renderer: Renderer, *, as_ids: bool, keep_special: bool) -> None:
         self._renderer = renderer
@@ -28,29 +28,32 @@ class TokenSpelling:
         self._skipped = frozenset() if keep_special else special_ids(renderer)
 
     def name(self, token: int) -> str:
-        """The string of a token; ids that only pad the vocabulary have none and are named by id."""
+        """Return the string of a token; ids that only pad the vocabulary are named by their id."""
         if self._as_ids:
             return f"{TOKEN_PREFIX}{token}"
         return self.decoded(token) or f"{TOKEN_PREFIX}{token}"
 
     def decoded(self, token: int) -> str | None:
+        """Return the text of a token; None for an id that only pads the vocabulary."""
         try:
             return self._renderer.pieces.piece(token).text
         except BadTokenId:
             return None
 
     def data(self, token: int) -> bytes:
-        """The bytes that a sampled token adds to the text."""
+        """Return the bytes that a sampled token adds to the text."""
         return b"" if token in self._skipped else self._bytes(token)
 
     def prompt_data(self, ids: Sequence[int], text: str | None) -> list[bytes]:
-        """The bytes that each prompt token adds to the echo; none for those the tokenizer added.
+        """Return the bytes that each prompt token adds to the echo.
 
-        `text` is the prompt, if it came as text.
+        `text` is the prompt, if it was sent as text; tokens that the tokenizer added to it get no
+        bytes.
         """
         pieces = [self._bytes(token) for token in ids]
         if text is None or b"".join(pieces).decode(errors="replace") == text:
             return pieces
+        # The tokenizer added tokens (BOS, say): the text's own ids are searched in the prompt.
         plain = self._renderer.encode(text)
         for start in range(len(ids) - len(plain) + 1):
             if list(ids[start : start + len(plain)]) == plain:
@@ -59,34 +62,34 @@ class TokenSpelling:
         return pieces
 
     def tops(self, own: tuple[int, float], others: Iterable[Ranked]) -> dict[str, float]:
-        """The token itself and its alternatives."""
-        named = {self.name(own[0]): own[1]}
+        """Return the logprobs of a token and of its alternatives by their strings."""
+        logprobs = {self.name(own[0]): own[1]}
         for other in others:
             if other.token_id == own[0]:
                 continue
             name = self.name(other.token_id)
-            if name in named:
+            if name in logprobs:
                 name = f"{TOKEN_PREFIX}{other.token_id}"
-            named[name] = other.logprob
-        return named
+            logprobs[name] = other.logprob
+        return logprobs
 
     def prompt_field(self, prompt: Sequence[PromptLogprob | None] | None) -> PromptField | None:
-        """The prompt's logprobs with the text of every token."""
+        """Return the prompt's logprobs with the text of each token."""
         return encode_prompt_logprobs(prompt, self.decoded)
 
     def _bytes(self, token: int) -> bytes:
         try:
             return self._renderer.pieces.data(token)
         except BadTokenId:
-            # An id that only pads the vocabulary: engines accept it, and it has no text.
+            # The id only pads the vocabulary: engines accept it, and it has no text.
             return b""
 
 
 class CompletionText:
-    """The text of one choice as it grows, and where in it each token begins.
+    """The growing text of one choice, and the offset of each token in it.
 
-    What may become one of `stops` is held back; the tokens of a stop string stay among the
-    logprobs, though the text ends before it (after it with `include_stop`).
+    Text that may become one of `stops` is held back. The tokens of a stop string stay among the
+    logprobs, although the text ends before it (after it with `include_stop`).
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class CompletionText:
         pieces: Sequence[bytes],
         logprobs: Sequence[PromptLogprob | None] | None,
     ) -> None:
-        """The echo of a prompt. Its first token has no logprob."""
+        """Add the echo of a prompt, whose first token has no logprob."""
         entries = logprobs if logprobs is not None else [None] * len(ids)
         for token, data, entry in zip(ids, pieces, entries, strict=True):
             if entry is None:
@@ -122,20 +125,21 @@ class CompletionText:
         logprobs: Sequence[float],
         tops: Sequence[tuple[Ranked, ...]] | None = None,
     ) -> None:
+        """Add sampled tokens with their logprobs and alternatives."""
         for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             others = tops[at] if tops is not None else ()
-            named = self._spelling.tops((token, logprob), others)
-            text = self._add(token, self._spelling.data(token), logprob, named)
+            alternatives = self._spelling.tops((token, logprob), others)
+            text = self._add(token, self._spelling.data(token), logprob, alternatives)
             self._fresh.append(self._held.feed(text))
 
     def take(self) -> tuple[str, LegacyLogprobs]:
-        """The text and logprobs since the last call; an incomplete character is held back."""
+        """Return text and logprobs since the last call; an incomplete character is held back."""
         text, logprobs = "".join(self._fresh), self._logprobs
         self._fresh, self._logprobs = [], LegacyLogprobs([], [], [], [])
         return text, logprobs
 
     def end(self, stop: str | None) -> tuple[str, LegacyLogprobs]:
-        """The rest, when no token follows; `stop` is the stop string that ended it, if one did."""
+        """Return the rest after the last token; `stop` is the stop string that ended it, if any."""
         self._fresh.append(self._held.feed(self._decoder.decode(b"", True)))
         self._fresh.append(self._held.finish(stop, include=self._include_stop))
         return self.take()
@@ -155,7 +159,7 @@ class CompletionText:
 
 @lru_cache(maxsize=64)
 def special_ids(renderer: Renderer) -> frozenset[int]:
-    """The special tokens, which mark up a prompt and are not part of the text."""
+    """Return the special tokens, which mark up a prompt and are not part of the text."""
     added = getattr(renderer.tokenizer, "added_tokens_decoder", {})
-    marked = (int(at) for at, token in added.items() if getattr(token, "special", True))
-    return frozenset((*marked, *getattr(renderer.tokenizer, "all_special_ids", ())))
+    special = (int(at) for at, token in added.items() if getattr(token, "special", True))
+    return frozenset((*special, *getattr(renderer.tokenizer, "all_special_ids", ())))

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text to token ids and back, as vLLM has them."""
+"""POST /tokenize and /detokenize: text to token ids and back, in vLLM's dialect."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.gateway.chat.prompt import prompt_of
-from lockstep.gateway.chat.room import check_characters
-from lockstep.gateway.chat.template import RendererVariants
-from lockstep.gateway.context import GatewayContext, request_id
+from lockstep.gateway.callers import request_id
+from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.openapi.route_doc import RouteDoc
-from lockstep.http.body import read_body
+from lockstep.gateway.turn.context_limit import check_characters
+from lockstep.gateway.turn.prompt import plan_prompt
+from lockstep.gateway.turn.template_variables import RendererVariants
 from lockstep.http.handlers import json_response
+from lockstep.http.http_request import read_body
 from lockstep.http.off_loop import off_loop
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.chat_request import ChatRequest
@@ -33,23 +34,29 @@ ROUTE_DOCS = tuple(
     for base in ("", "/v1")
     for doc in (
         RouteDoc(
-            "POST", f"{base}/tokenize", TokenizeRequest, TokenizedPrompt, "Text or a chat as ids."
+            "POST",
+            f"{base}/tokenize",
+            TokenizeRequest,
+            TokenizedPrompt,
+            "Token ids of a text or a chat.",
         ),
-        RouteDoc("POST", f"{base}/detokenize", DetokenizeRequest, DetokenizedText, "Ids as text."),
+        RouteDoc(
+            "POST", f"{base}/detokenize", DetokenizeRequest, DetokenizedText, "Text of token ids."
+        ),
     )
 )
 
 
 class TokenizeRoutes:
-    """Both routes at the root, and the same under /v1.
+    """Both routes, at the root and under /v1.
 
-    A chat is rendered by the same code as for /v1/chat/completions, so that the ids are those of
-    the prompt that a chat request would have.
+    A chat is rendered by the same code as for /v1/chat/completions: the ids are those of the prompt
+    that a chat request would have.
     """
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
-        self._variants = RendererVariants(context.models)
+        self._variants = RendererVariants()
         self.routes = [
             Route(f"{base}/{name}", handler, methods=["POST"])
             for base in ("", "/v1")
@@ -68,7 +75,7 @@ class TokenizeRoutes:
         else:
             check_characters(body.messages, self._context.limits)
             ids = await self._chat_ids(body, renderer)
-        response = await off_loop(True, tokenized, ids, body, renderer, model.max_model_len)
+        response = await off_loop(True, encode_tokenized, ids, body, renderer, model.max_model_len)
         return json_response(response)
 
     async def detokenize(self, http: Request) -> Response:
@@ -76,7 +83,7 @@ class TokenizeRoutes:
         body = await read_body(http, decode_detokenize, self._context.limits)
         await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()
-        return json_response(await off_loop(True, detokenized, body, renderer))
+        return json_response(await off_loop(True, encode_detokenized, body, renderer))
 
     async def _chat_ids(self, body: TokenizeRequest, renderer: Renderer) -> list[int]:
         chat = ChatRequest(
@@ -89,18 +96,19 @@ class TokenizeRoutes:
         )
         prefix = body.required_prefix_token_ids or []
         await off_loop(True, pieces_of, prefix, renderer, "required_prefix_token_ids")
-        prompt = await prompt_of(chat, await self._variants.of(chat), None)
+        variant = renderer
+        if chat.sets_template_variables:
+            variant = await self._variants.get(chat, renderer)
+        ids = as_list((await plan_prompt(chat, variant, None)).prompt_ids)
         if not body.special:
-            return as_list(prompt.ids)
-        return await off_loop(
-            True, lambda: renderer.encode(renderer.decode(prompt.ids), special=True)
-        )
+            return ids
+        return await off_loop(True, lambda: renderer.encode(renderer.decode(ids), special=True))
 
 
-def tokenized(
+def encode_tokenized(
     ids: list[int], body: TokenizeRequest, renderer: Renderer, max_model_len: int | None
 ) -> bytes:
-    """The response to a text or a chat that has these ids."""
+    """Return the response to a text or a chat with these ids."""
     response = TokenizedPrompt(count=len(ids), max_model_len=max_model_len, tokens=ids)
     if body.return_token_strs:
         response.token_strs = renderer.tokenizer.convert_ids_to_tokens(ids)
@@ -109,8 +117,8 @@ def tokenized(
     return msgspec.json.encode(response)
 
 
-def detokenized(body: DetokenizeRequest, renderer: Renderer) -> bytes:
-    """The response with the text of the ids. Raises BadTokenId."""
+def encode_detokenized(body: DetokenizeRequest, renderer: Renderer) -> bytes:
+    """Return the response with the text of the ids. Raises BadTokenId."""
     pieces = pieces_of(body.tokens, renderer, "tokens")
     response = DetokenizedText(prompt=b"".join(pieces).decode(errors="replace"))
     if body.return_token_bytes:
@@ -119,7 +127,7 @@ def detokenized(body: DetokenizeRequest, renderer: Renderer) -> bytes:
 
 
 def pieces_of(ids: list[int], renderer: Renderer, field: str) -> list[bytes]:
-    """The bytes of each id. Raises BadTokenId that names the first one that does not exist."""
+    """Return the bytes of each id. Raises BadTokenId that names the first unknown one."""
     pieces: list[bytes] = []
     for at, token in enumerate(ids):
         try:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from lockstep.http.presence import GONE, Presence
+from lockstep.http.http_request import GONE, Presence
 from lockstep.http.server.closing import has_left, last_response, refusal, reset
 from lockstep.http.server.coalescing import CoalescingTransport
 from lockstep.http.server.limits import ServerLimits

@@ -28,7 +28,7 @@ except ImportError:  # there is none for Windows
 from starlette.types import ASGIApp
 
 from lockstep import tracing
-from lockstep.http.cross_site import CrossSiteFilter
+from lockstep.http.auth import CrossSiteFilter
 from lockstep.http.server.limits import (
     DRAIN_SECONDS,
     LIMITS,

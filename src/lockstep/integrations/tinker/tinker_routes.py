@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.http.body import JSON, read_pieces
 from lockstep.http.handlers import json_response
+from lockstep.http.http_request import JSON, read_pieces
 from lockstep.integrations.tinker.calls.futures import PROTOBUF, Pending
 from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.protocol.protobuf_messages import ForwardBackwardRequest, identity

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from starlette.requests import Request
 
-from lockstep.gateway.tenants import Caller, caller_of
+from lockstep.gateway.callers import Caller, caller_of
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.sampling_service import BaseModel
 from lockstep.integrations.tinker.tinker_service import LoraTrainer, TinkerService

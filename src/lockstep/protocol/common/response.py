@@ -59,6 +59,26 @@ class StreamDelta:
     logprobs: list[float]
 
 
+class GenerateUsage(msgspec.Struct):
+    """The token counts of a response, as OpenAI and vLLM have them."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: dict[str, int] | None = None
+    completion_tokens_details: dict[str, int] | None = None
+
+
+def usage_of(
+    prompt_tokens: int, completion_tokens: int, cached: int | None = None
+) -> GenerateUsage:
+    """Return the token counts of a response; `cached` prompt tokens came from the prefix cache."""
+    details = None if cached is None else {"cached_tokens": cached}
+    return GenerateUsage(
+        prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details
+    )
+
+
 class TopLogprob(msgspec.Struct, gc=False):
     token_id: int | None = None
     token: str | None = None

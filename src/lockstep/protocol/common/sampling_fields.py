@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.structured_outputs import StructuredOutputs, read_grammar
+from lockstep.protocol.common.structured_outputs import (
+    GRAMMAR_FIELDS,
+    StructuredOutputs,
+    read_grammar,
+)
 from lockstep.protocol.json.strict import read_biases
 from lockstep.tokens import LogprobMode, Sampling
 
@@ -71,6 +76,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Fields that cannot be honoured: refused at any value but null and these."""
 
+_grammar_fields = attrgetter(*GRAMMAR_FIELDS)
+NO_GRAMMAR = (None,) * len(GRAMMAR_FIELDS)
 OPTIONS = tuple(field.name for field in fields(Sampling))
 BY_NAME = tuple(name for name in OPTIONS if name in SamplingFields.__struct_fields__)
 """Options that a body has under their own name. The others differ in type or meaning between
@@ -98,8 +105,9 @@ def read_sampling(body: SamplingFields, *, prefix: str = "", **own: Any) -> Samp
         options["top_k"] = 0  # the other spelling of "off"
     if body.logit_bias is not None:
         options["logit_bias"] = read_biases(body.logit_bias, f"{prefix}logit_bias")
-    if (grammar := read_grammar(body, prefix)) is not None:
-        options["grammar"] = grammar
+    # Most requests have no grammar: looking at the fields first is cheaper than reading them.
+    if _grammar_fields(body) != NO_GRAMMAR or getattr(body, "response_format", None) is not None:
+        options["grammar"] = read_grammar(body, prefix)
     return Sampling(**(options | own))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -21,8 +20,8 @@ GUIDED: Mapping[str, GrammarKind] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_fields_of = attrgetter(FIELD, *GUIDED)
-NO_FIELDS = (None,) * (1 + len(GUIDED))
+GRAMMAR_FIELDS = (FIELD, *GUIDED)
+"""Fields of every body that may demand a grammar; chat and completions have response_format too."""
 
 
 class StructuredOutputs(
@@ -57,8 +56,6 @@ def read_grammar(body: Any, prefix: str = "") -> Grammar | None:
     `prefix` is where the fields stand, for errors. Raises BadRequest when there are several, or
     when one makes no sense, and UnsupportedField for options that would be ignored.
     """
-    if _fields_of(body) == NO_FIELDS and getattr(body, "response_format", None) is None:
-        return None
     grammars: dict[str, Grammar] = {}
     if (outputs := body.structured_outputs) is not None:
         _refuse_options(outputs, prefix)

@@ -13,7 +13,7 @@ import msgspec
 
 from lockstep.protocol.common import sampling_fields
 from lockstep.protocol.common.request_id import check_request_id
-from lockstep.protocol.dynamo.nvext import check_nvext
+from lockstep.protocol.dynamo.nvext import NvExt, check_nvext
 from lockstep.protocol.json.strict import decode, refuse_unless_neutral
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.openai.legacy_functions import read_functions, read_message
@@ -69,7 +69,8 @@ DECODER = msgspec.json.Decoder(ChatRequest)
 def decode_chat(body: bytes) -> ChatRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request = decode(DECODER, body)
-    read_functions(request)
+    if request.functions is not None or request.function_call is not None:
+        read_functions(request)
     _read_messages(request.messages)
     return check_chat(request)
 
@@ -82,18 +83,20 @@ def check_chat(request: ChatRequest) -> ChatRequest:
     refuse_unless_neutral(request, NEUTRAL)
     if request.nvext is not None:
         check_nvext(request.nvext, request.choices)
-    check_request_id(request.request_id)
+    if request.request_id is not None:
+        check_request_id(request.request_id)
     _check_stream(request)
     _check_lengths_and_logprobs(request)
     _check_tools(request)
     _check_prompt(request)
-    _check_places(request)
+    if request.nvext is not None:
+        _check_places(request, request.nvext)
     return request
 
 
-def _check_places(request: ChatRequest) -> None:
+def _check_places(request: ChatRequest, nvext: NvExt) -> None:
     """A value may come in vLLM's place or in Dynamo's; in both only if they say the same."""
-    salt, hints = request.extension.cache_salt, request.extension.agent_hints
+    salt, hints = nvext.cache_salt, nvext.agent_hints
     if request.cache_salt is not None and salt is not None and salt != request.cache_salt:
         raise BadRequest(
             f"nvext.cache_salt is {salt!r}, but cache_salt is {request.cache_salt!r}: give it in "
@@ -211,7 +214,7 @@ def _check_prompt(request: ChatRequest) -> None:
         )
     ids = {
         "tokens": request.tokens,
-        "nvext.token_data": request.extension.token_data,
+        "nvext.token_data": None if request.nvext is None else request.nvext.token_data,
         "required_prefix_token_ids": request.required_prefix_token_ids,
     }
     prompts = {field: value for field, value in ids.items() if value is not None}

@@ -13,11 +13,6 @@ from lockstep.protocol.common.sampling_fields import SamplingFields, read_sampli
 from lockstep.protocol.dynamo.nvext import NvExt
 from lockstep.tokens import Sampling
 
-NOTHING = NvExt()
-SHOWS_PROMPT = frozenset({"prompt_token_ids", "prompt_logprobs", "engine_data"})
-"""Fields of nvext that hold the prompt."""
-
-
 RECORDED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention",
@@ -112,17 +107,22 @@ class ChatRequest(SamplingFields, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
-    def extension(self) -> NvExt:
-        return NOTHING if self.nvext is None else self.nvext
+    def extra_fields(self) -> frozenset[str]:
+        """The fields of nvext that the response must have."""
+        return frozenset() if self.nvext is None else self.nvext.requested_fields
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def calls_tools(self) -> bool:
-        """Whether tool calls are parsed out of the completion; otherwise they stay text."""
-        return bool(self.tools) and self.tool_choice != "none"
+    def sets_template_variables(self) -> bool:
+        """Whether the prompt needs a renderer with other variables than the model's own."""
+        return bool(
+            self.chat_template_kwargs
+            or self.reasoning_effort is not None
+            or self.verbosity is not None
+        )
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -136,35 +136,30 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def salt(self) -> str | None:
-        return self.cache_salt if self.cache_salt is not None else self.extension.cache_salt
+        if self.cache_salt is not None or self.nvext is None:
+            return self.cache_salt
+        return self.nvext.cache_salt
 
     @property
     def rank(self) -> int:
         """The priority from either place, in vLLM's sign: lower is sooner."""
-        priority = self.extension.priority if self.priority is None else self.priority
+        priority = self.priority
+        if priority is None and self.nvext is not None:
+            priority = self.nvext.priority
         return 0 if priority is None else priority
 
     @property
     def experts_start(self) -> int | None:
         """The first row of routed experts to return, or None when they were not requested."""
-        returned = self.return_routed_experts or "routed_experts" in self.extension.requested_fields
+        returned = self.return_routed_experts or "routed_experts" in self.extra_fields
         return (self.routed_experts_prompt_start or 0) if returned else None
-
-    @property
-    def shows_prompt(self) -> bool:
-        """Whether the response says something of each id of the prompt."""
-        if self.return_token_ids or self.return_token_id_information:
-            return True
-        return self.prompt_logprobs is not None or not SHOWS_PROMPT.isdisjoint(
-            self.extension.requested_fields
-        )
 
     def prompt_ids(self) -> tuple[str, list[int]] | None:
         """The field that brings the whole prompt as ids, and the ids; None for messages."""
         if self.tokens is not None:
             return "tokens", self.tokens
-        if self.extension.token_data is not None:
-            return "nvext.token_data", self.extension.token_data
+        if self.nvext is not None and self.nvext.token_data is not None:
+            return "nvext.token_data", self.nvext.token_data
         return None
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -175,7 +170,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         own = tuple(self.stop_token_ids or ())
         limit = self.max_completion_tokens
         prompt_logprobs = self.prompt_logprobs
-        if prompt_logprobs is None and "prompt_logprobs" in self.extension.requested_fields:
+        if prompt_logprobs is None and "prompt_logprobs" in self.extra_fields:
             prompt_logprobs = 0
         return read_sampling(
             self,

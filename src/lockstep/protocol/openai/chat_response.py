@@ -15,17 +15,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
+from lockstep.protocol.common.response import GenerateUsage, usage_of
 from lockstep.protocol.dynamo.nvext import EngineData, NvextResponse, Timing, worker_id
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.legacy_functions import function_call_of
-from lockstep.protocol.vllm.generate_response import (
-    ExpertsField,
-    GenerateUsage,
-    experts_field,
-    usage_of,
-)
+from lockstep.protocol.vllm.generate_response import ExpertsField, experts_field
 from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, VersionSpan
 
+ID_PREFIX = "chatcmpl-"
 MOST_NAMES = 1 << 16
 """Tokens whose spelling is kept, per way to spell them."""
 

@@ -9,10 +9,11 @@ import msgspec
 
 from lockstep.protocol.common import sampling_fields
 from lockstep.protocol.common.prompt_logprobs import PromptField
+from lockstep.protocol.common.response import GenerateUsage
 from lockstep.protocol.common.sampling_fields import SamplingFields, read_sampling
 from lockstep.protocol.json.strict import decode, refuse_unless_neutral
 from lockstep.protocol.vllm.generate_request import StreamOptions
-from lockstep.protocol.vllm.generate_response import ExpertsField, GenerateUsage
+from lockstep.protocol.vllm.generate_response import ExpertsField
 from lockstep.tokens import Sampling, VersionSpan
 from lockstep.tokens.errors import BadRequest, BadTokenId, UnsupportedField
 from lockstep.tokens.ids import check_ids

@@ -15,8 +15,6 @@ def read_functions(request: ChatRequest) -> None:
     One call at most can be written back, so that more are not sampled. Raises BadRequest that
     names the field.
     """
-    if request.functions is None and request.function_call is None:
-        return
     for field, newer in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(request, field) is not None and getattr(request, newer) is not None:
             raise BadRequest(f"{field} and {newer} are both there: send one of them", param=field)

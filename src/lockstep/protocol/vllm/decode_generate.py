@@ -209,7 +209,8 @@ def _decode_all(
             yield _decode(extracted, reading), extracted
         return
     for response in responses:
-        raise_stated(response.error)
+        if response.error is not NO_ERROR:
+            raise_stated(response.error)
         yield response, NOTHING_EXTRACTED
 
 
@@ -246,7 +247,8 @@ def _decode(extracted: ExtractedBody, reading: Reading) -> AnyResponse:
         pass
     else:
         response = decode_response(PLAIN, body)
-    raise_stated(response.error)
+    if response.error is not NO_ERROR:
+        raise_stated(response.error)
     return response
 
 

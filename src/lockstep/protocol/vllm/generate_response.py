@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
+from lockstep.protocol.common.response import GenerateUsage, usage_of
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.generate_request import Form
 from lockstep.tokens import Completion, Finish, Ranked, RoutedExperts, Shaping, VersionSpan
@@ -68,14 +69,6 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
     weight_versions: Sequence[VersionSpan] | None = None
     stop_tokens: int | UnsetType = UNSET
     logprobs: GenerateLogprobs | FlatLogprobs | None = None
-
-
-class GenerateUsage(msgspec.Struct):
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: dict[str, int] | None = None
-    completion_tokens_details: dict[str, int] | None = None
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
@@ -197,16 +190,6 @@ def unset_if_none(value: T | None) -> T | UnsetType:
 def stop_reason_of(completion: Completion) -> int | str | None:
     """vLLM's field: the stop token of the request, or the stop string, that ended a choice."""
     return completion.stop_token if completion.stop_reason is None else completion.stop_reason
-
-
-def usage_of(
-    prompt_tokens: int, completion_tokens: int, cached: int | None = None
-) -> GenerateUsage:
-    """The token counts of a response; `cached` are prompt tokens from the prefix cache."""
-    details = None if cached is None else {"cached_tokens": cached}
-    return GenerateUsage(
-        prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details
-    )
 
 
 def generate_response(

@@ -1,4 +1,4 @@
-"""The models that the gateway serves, and the renderer of their text."""
+"""The models that the gateway serves, and the renderer of their messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 AdapterFinder = Callable[[str], Awaitable[str | None]]
-"""The name of the adapter that a model of another name is served as; None for what it is none."""
+"""Returns the adapter that a model name stands for; None for an unknown name."""
 FRESH_SECONDS = 1.0
-"""Age of the list of models past which an unknown name is looked up again."""
+"""Age in seconds past which the list of models is fetched again for an unknown name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Resolves model names. The list comes from the workers (`fetch`) and is cached.
+    """Resolves model names against a cached list, which `fetch` gets from the workers.
 
-    What is not on it may be known to `find_adapter`, which loads it first.
+    `find_adapter` resolves names that are not on it, and loads their adapters.
     """
 
     def __init__(
@@ -49,28 +49,30 @@ class ModelRegistry:
         self._renderer: Renderer | None = None
 
     async def cards(self, *, fresh: bool = False) -> list[ModelCard]:
-        """The served models, base first. Raises Unavailable when no worker can tell."""
+        """Return the served models, base first. Raises Unavailable when no worker responds."""
         if fresh or not self._cards:
             await self._refresh()
         return list(self._cards.values())
 
     async def resolve(self, name: str | None) -> ServedModel:
-        """The model of that name, or the only base model. Raises UnknownModel, or BadRequest."""
+        """Return a model by name, or the only base model. Raises UnknownModel or BadRequest."""
         if not self._cards:
             await self._refresh()
         if name is not None and name not in self._cards and self._find_adapter is not None:
+            # A trainer's names (a sampler's path, say) are never on the list: it is not refreshed
+            # for them.
             adapter, base = await self._find_adapter(name), self._base()
             if adapter is not None and adapter != base.id:
-                # Not looked up: a list that is a moment old does not have it yet.
+                # Not looked up in the list, which may be older than the adapter.
                 return ServedModel(adapter, adapter, base.max_model_len, base.weight_version)
             name = adapter or name
         if name is not None and name not in self._cards:
             if monotonic() - self._fetched_at > FRESH_SECONDS:
                 await self._refresh()
             if name not in self._cards:
-                known = ", ".join(self._cards) or "none"
+                names = ", ".join(self._cards) or "none"
                 raise UnknownModel(
-                    f"the model {name!r} does not exist; served are {known}", param="model"
+                    f"the model {name!r} does not exist; served are {names}", param="model"
                 )
         card = self._cards[name] if name is not None else self._base()
         adapter = card.id if card.parent is not None else None
@@ -78,14 +80,15 @@ class ModelRegistry:
 
     @property
     def base_name(self) -> str | None:
-        """The base model as it was last read; None before that."""
+        """The base model of the cached list; None before the first fetch."""
         return next((card.id for card in self._cards.values() if card.parent is None), None)
 
     async def renderer(self) -> Renderer:
-        """The renderer of the base model's messages; loaded once, off the event loop."""
+        """Return the renderer of the base model's messages, loaded once."""
         if self._renderer is None:
             async with self._loading:
                 if self._renderer is None:
+                    # Not `off_loop`: a download would hold one of its few threads.
                     self._renderer = await asyncio.to_thread(Renderer.load, await self._source())
         return self._renderer
 
@@ -96,7 +99,7 @@ class ModelRegistry:
         return self._tokenizer
 
     def forget(self) -> None:
-        """Drops the cached list, after an adapter came or went or the weights changed."""
+        """Drop the cached list, after a change of adapters or weights."""
         self._cards = {}
 
     def _base(self) -> ModelCard:
@@ -107,6 +110,7 @@ class ModelRegistry:
         return bases[0]
 
     async def _refresh(self) -> None:
+        # Requests that miss at the same time wait for one fetch.
         async with self._lock:
             if self._cards and monotonic() - self._fetched_at < FRESH_SECONDS:
                 return

@@ -1,12 +1,19 @@
-"""Request bodies: read within limits, and decoded off the event loop where that takes long."""
+"""A request as handlers use it: indexed headers, a body within limits, a client that may leave.
+
+Starlette goes through all headers for each name, and raises an error for each that is missing: a
+request of an agent has some twenty headers, and a dozen names are looked up in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, overload
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Scope
 
 from lockstep.http.off_loop import (
     LIGHT_BODY_BYTES,
@@ -23,8 +30,92 @@ SIZE = "body_bytes"
 """Where a request's state holds the size of its body."""
 
 
+GONE = "lockstep.gone"
+"""An extension in the scope: takes what to call when the client has gone, or None for nothing."""
+
+
 class ClientGone(Exception):
     """The client closed the connection before its response was ready."""
+
+
+class IndexedHeaders(Headers):
+    """Starlette's headers with an index. Of several with one name the first counts, as there."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope=scope)
+        self._index: dict[bytes, bytes] = dict(reversed(self._list))
+
+    def __getitem__(self, key: str) -> str:
+        value = self.get(key)
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.get(key) is not None
+
+    @overload
+    def get(self, key: str, default: None = None, /) -> str | None: ...
+    @overload
+    def get(self, key: str, default: str | T, /) -> str | T: ...
+    def get(self, key: str, default: str | T | None = None, /) -> str | T | None:
+        value = self._index.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+
+class IndexedRequest(Request):
+    """Starlette's request with such headers."""
+
+    @property
+    def headers(self) -> Headers:
+        if not hasattr(self, "_headers"):
+            self._headers = IndexedHeaders(self.scope)
+        return self._headers
+
+
+class Presence:
+    """Whether the client of one request is there, and whom to tell when it leaves."""
+
+    __slots__ = ("_call", "_gone")
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._call: Callable[[], object] | None = None
+
+    def when_gone(self, call: Callable[[], object] | None) -> None:
+        """Has `call` called when the client goes, or now if it has gone."""
+        self._call = call
+        if self._gone and call is not None:
+            call()
+
+    def leave(self) -> None:
+        self._gone = True
+        if self._call is not None:
+            self._call()
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (raises ClientGone)."""
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("a request is handled in a task")
+    left = False
+
+    def leave() -> None:
+        nonlocal left
+        left = task.cancel()
+
+    when_gone = request.scope["extensions"][GONE]
+    when_gone(leave)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # As in asyncio.timeout: only if nobody else wants this task to end.
+        if left and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        when_gone(None)
 
 
 async def read_json(request: Request, limit: int) -> bytes:

@@ -1,8 +1,8 @@
-"""Prompts that must start with ids the caller kept: NeMo-RL's prefix, NeMo-Gym's messages.
+"""Prompts that start with ids which the client kept: NeMo-RL's prefix, NeMo-Gym's messages.
 
-Both say: these ids are the conversation up to the last assistant turn, or up to the last message
-where there is none. What follows them comes from the bridge, and ids that cannot be of these
-messages are refused.
+In both, the ids are the conversation up to the last assistant turn, or up to the last message if
+there is no such turn. The bridge appends the rest. Ids that cannot be those of the messages are
+rejected.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from lockstep.tokens.errors import BadRequest, BadTokenId, PrefixBreak
 from lockstep.tokens.ids import check_ids
 
 PROMPT, SAMPLED, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
+KEPT_FIELDS = frozenset({PROMPT, SAMPLED, LOGPROBS})
+"""Fields of a message that carry token ids and their logprobs."""
 PLACES = 2**31
+"""Upper bound of ids here; the engine knows which of them exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptIds:
-    """The ids of a turn as its caller kept them; `field` is where they came from."""
+    """The ids of a turn that the client kept; `field` is where it sent them."""
 
     field: str
     prompt_ids: list[int]
@@ -33,34 +36,26 @@ class KeptIds:
 
 
 def bare_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without the token ids that some of them carry: templates must not see those."""
-    kept = (PROMPT, SAMPLED, LOGPROBS)
+    """Return the messages without the token ids that some carry, which templates must not see."""
     return [
-        {key: value for key, value in message.items() if key not in kept}
+        {key: value for key, value in message.items() if key not in KEPT_FIELDS}
         if SAMPLED in message or PROMPT in message
         else message
         for message in messages
     ]
 
 
-def any_ids(messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether a message carries token ids."""
-    return any(
-        SAMPLED in message or PROMPT in message or LOGPROBS in message for message in messages
-    )
+def read_kept_ids(messages: Sequence[dict[str, Any]]) -> KeptIds | None:
+    """Return the ids that the last assistant message carries, None if it carries none.
 
-
-def kept_by_messages(messages: Sequence[dict[str, Any]]) -> KeptIds | None:
-    """The ids on the last assistant message, each turn's checked against those before it.
-
-    Raises BadRequest when only a part is there, when lengths differ, or when a turn's prompt does
-    not start with the ids of the turn before.
+    Raises BadRequest when a field is missing, when lengths differ, or when the prompt of a turn
+    does not start with the ids of the turn before.
     """
     last: KeptIds | None = None
     for at, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        here = _kept_by(message, f"messages[{at}]")
+        here = _read_message(message, f"messages[{at}]")
         if here is None:
             if last is not None:
                 raise BadRequest(
@@ -81,7 +76,7 @@ def kept_by_messages(messages: Sequence[dict[str, Any]]) -> KeptIds | None:
     return last
 
 
-def _kept_by(message: dict[str, Any], where: str) -> KeptIds | None:
+def _read_message(message: dict[str, Any], where: str) -> KeptIds | None:
     fields = {key: message.get(key) for key in (PROMPT, SAMPLED, LOGPROBS)}
     missing = [key for key, value in fields.items() if value is None]
     if len(missing) == len(fields):
@@ -112,39 +107,40 @@ def _ids(value: Any, where: str, key: str) -> list[int]:
         raise BadTokenId(f"{where}.{key}: {error}", param=f"{where}.{key}") from None
 
 
-def prefixed(chat: ChatRequest, kept: KeptIds | None, renderer: Renderer) -> list[int]:
-    """The kept ids and what follows them.
+def prompt_from_kept(chat: ChatRequest, kept_ids: KeptIds | None, renderer: Renderer) -> list[int]:
+    """Return the kept ids followed by those of the new messages.
 
-    Raises BadRequest when they cannot be of these messages, PrefixBreak when the chat format has
-    no exact way on from them.
+    Raises BadRequest when they cannot be the ids of these messages, and PrefixBreak when the chat
+    format has no exact bridge from them to the new messages.
     """
     messages, tools = plain_messages(bare_messages(chat.messages)), plain_tools(chat.tools)
     turn = max(
         (at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1
     )
     required = chat.required_prefix_token_ids
-    if turn < 0 and kept is None and required is not None:
-        return _opened(required, messages, tools, renderer)
+    if turn < 0 and kept_ids is None and required is not None:
+        return _open_assistant_turn(required, messages, tools, renderer)
     if turn < 0 or turn + 1 == len(messages):
-        field = "required_prefix_token_ids" if kept is None else kept.field
+        field = "required_prefix_token_ids" if kept_ids is None else kept_ids.field
         raise BadRequest(
             f"{field}: the ids end with an assistant turn, so the messages must hold one, and new "
             "messages after it",
             param=field,
         )
-    if kept is None:
-        kept = _split(required or [], messages, turn, tools, renderer)
-    elif required is not None and required != kept.prompt_ids + kept.completion_ids:
+    if kept_ids is None:
+        kept_ids = _split(required or [], messages, turn, tools, renderer)
+    elif required is not None and required != kept_ids.prompt_ids + kept_ids.completion_ids:
         raise BadRequest(
-            f"required_prefix_token_ids are not the ids that {kept.field} carries: send one of "
+            f"required_prefix_token_ids are not the ids that {kept_ids.field} carries: send one of "
             "them",
             param="required_prefix_token_ids",
         )
-    _check_fits(kept, messages, turn, tools, renderer)
+    _check_fits(kept_ids, messages, turn, tools, renderer)
+    # Some templates write the first tool results of a conversation differently.
     after_tool = any(message["role"] == "tool" for message in messages[:turn])
     extension = renderer.extend(
-        kept.prompt_ids,
-        kept.completion_ids,
+        kept_ids.prompt_ids,
+        kept_ids.completion_ids,
         messages[turn + 1 :],
         tools,
         system=leading_system(messages),
@@ -152,37 +148,37 @@ def prefixed(chat: ChatRequest, kept: KeptIds | None, renderer: Renderer) -> lis
     )
     if extension is None:
         raise PrefixBreak(
-            "the chat format gives no exact way from these ids to the new messages",
+            "the chat format has no exact bridge from these ids to the new messages",
             cause="no_bridge",
-            param=kept.field,
+            param=kept_ids.field,
         )
-    return [*kept.prompt_ids, *kept.completion_ids, *extension]
+    return [*kept_ids.prompt_ids, *kept_ids.completion_ids, *extension]
 
 
-def _opened(
+def _open_assistant_turn(
     ids: list[int], messages: list[Plain], tools: list[Plain] | None, renderer: Renderer
 ) -> list[int]:
-    """The ids of messages without an assistant turn, tokenized as the caller has it, and opened.
+    """Return the client's ids of messages without an assistant turn, opened for one.
 
     Raises BadRequest when they spell something else than the messages.
     """
     closed = renderer.render_plain(messages, tools, add_generation_prompt=False)
     ends = [at for at, token in enumerate(closed) if token in renderer.stop_token_ids]
-    kept = ids[:-1] if ids[-1] in renderer.stop_token_ids else ids
-    if not ends or renderer.decode(kept) != renderer.decode(closed[: ends[-1]]):
+    prefix = ids[:-1] if ids[-1] in renderer.stop_token_ids else ids
+    if not ends or renderer.decode(prefix) != renderer.decode(closed[: ends[-1]]):
         raise BadRequest(
             "required_prefix_token_ids do not spell the messages, which hold no assistant turn: "
             "send the ids up to the end of the last message",
             param="required_prefix_token_ids",
         )
     opened = renderer.render_plain(messages, tools, add_generation_prompt=True)
-    return [*kept, *opened[ends[-1] :]]
+    return [*prefix, *opened[ends[-1] :]]
 
 
 def _split(
     ids: list[int], messages: list[Plain], turn: int, tools: list[Plain] | None, renderer: Renderer
 ) -> KeptIds:
-    """Where the last assistant turn begins: after the last place that opens one."""
+    """Split ids at the last assistant turn, which begins after the last place that opens one."""
     before = messages[:turn] or [{"role": "user", "content": ""}]
     closed = renderer.render_plain(before, tools, add_generation_prompt=False)
     opening = renderer.render_plain(before, tools, add_generation_prompt=True)[len(closed) :]
@@ -197,39 +193,44 @@ def _split(
 
 
 def _check_fits(
-    kept: KeptIds, messages: list[Plain], turn: int, tools: list[Plain] | None, renderer: Renderer
+    kept_ids: KeptIds,
+    messages: list[Plain],
+    turn: int,
+    tools: list[Plain] | None,
+    renderer: Renderer,
 ) -> None:
-    """Raises BadRequest when the ids cannot be those of the messages.
+    """Raise BadRequest when the ids cannot be those of the messages.
 
-    The ids up to the first assistant turn come from the template, so they are compared one by
-    one; of sampled text only the content is looked for, as no template wrote it.
+    The template wrote the ids up to the first assistant turn, so they are compared one by one. No
+    template wrote the sampled text, so only the content of the messages is searched in it.
     """
     first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
     if first:
         opening = renderer.render_plain(messages[:first], tools, add_generation_prompt=True)
-        if kept.prompt_ids[: len(opening)] != opening:
+        if kept_ids.prompt_ids[: len(opening)] != opening:
             raise BadRequest(
-                f"{kept.field}: the ids do not start with the {len(opening)} ids of the messages "
-                "before the first assistant turn (or the tools are others)",
-                param=kept.field,
+                f"{kept_ids.field}: the ids do not start with the {len(opening)} ids of the "
+                "messages before the first assistant turn (or the tools are others)",
+                param=kept_ids.field,
             )
-    prompt_text = renderer.decode(kept.prompt_ids)
+    prompt_text = renderer.decode(kept_ids.prompt_ids)
     for at, message in enumerate(messages[:turn]):
         content = (message.get("content") or "").strip()
         if message["role"] == "user" and content not in prompt_text:
-            raise _misfit(kept, at, "content")
-    sampled, reply = renderer.decode(kept.completion_ids), messages[turn]
+            raise _misfit(kept_ids, at, "content")
+    sampled, reply = renderer.decode(kept_ids.completion_ids), messages[turn]
+    # Clients send thinking back in the content, in a field of its own, or not at all.
     content = (reply.get("content") or "").rpartition("</think>")[2].strip()
     if content not in sampled:
-        raise _misfit(kept, turn, "content")
+        raise _misfit(kept_ids, turn, "content")
     for call in reply.get("tool_calls", ()):
         if call["function"]["name"] not in sampled:
-            raise _misfit(kept, turn, "tool_calls")
+            raise _misfit(kept_ids, turn, "tool_calls")
 
 
-def _misfit(kept: KeptIds, at: int, what: str) -> BadRequest:
+def _misfit(kept_ids: KeptIds, at: int, what: str) -> BadRequest:
     return BadRequest(
-        f"{kept.field}: the ids do not hold the {what} of messages[{at}], so they are not of these "
-        "messages",
-        param=kept.field,
+        f"{kept_ids.field}: the ids do not hold the {what} of messages[{at}], so they are not of "
+        "these messages",
+        param=kept_ids.field,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.ledger import Ledger, PromptPlan
 from lockstep.ledger import matching as matching_module
-from lockstep.ledger.read_history import CHARACTERS
+from lockstep.ledger.turn_cache import CHARACTERS
 from lockstep.render import Renderer
 from lockstep.render.messages import plain_messages
 from lockstep.tokens.errors import BadRequest

@@ -1,4 +1,4 @@
-"""Hands control calls that reach a gateway which follows on to the one that leads."""
+"""Forwards control calls from a following gateway to the leader."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from starlette.responses import Response
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.gateway.context import GatewayContext
-from lockstep.http.body import read_json
 from lockstep.http.client.client import HttpClient
+from lockstep.http.http_request import read_json
 from lockstep.tokens.errors import LockstepError, Unavailable
 
 Handler = Callable[[Request], Awaitable[Response]]
 FORWARDED = "x-lockstep-forwarded"
-PASSED_ON = ("idempotency-key", "content-type")
+FORWARDED_HEADERS = ("idempotency-key", "content-type")
 BODY_LIMIT = 8 << 20
-LONGEST_SECONDS = 3600.0
+TIMEOUT_SECONDS = 3600.0
 
 
 class ForwardToLeader:
-    """Calls the leader's control plane in place of a handler, while this gateway follows.
+    """A decorator of handlers: while this gateway follows, the leader handles the call.
 
-    A call is handed on once: two gateways that each take the other one for the leader would send
-    it back and forth. Raises Unavailable that names the leader when it cannot be reached.
+    A call is forwarded once: two gateways that each take the other for the leader would otherwise
+    send it back and forth. Raises Unavailable that names the leader when it cannot be reached.
     """
 
     def __init__(self, fleet: Fleet, token: str, context: GatewayContext) -> None:
@@ -45,7 +45,7 @@ class ForwardToLeader:
         if leader is None or FORWARDED in http.headers:
             self._fleet.replica.check_leads()
         client = await self._open(leader or "")
-        headers = {name: http.headers[name] for name in PASSED_ON if name in http.headers}
+        headers = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
         path = quote(http.url.path, safe="/:@") + (f"?{http.url.query}" if http.url.query else "")
         empty = http.headers.get("content-length", "0") == "0"
         body = b"" if empty else await read_json(http, BODY_LIMIT)
@@ -54,7 +54,7 @@ class ForwardToLeader:
                 http.method,
                 path,
                 body or (b"{}" if http.method == "POST" else None),
-                timeout=LONGEST_SECONDS,
+                timeout=TIMEOUT_SECONDS,
                 headers={**headers, FORWARDED: "1"},
             )
         except LockstepError as error:
@@ -63,6 +63,7 @@ class ForwardToLeader:
                 f"call ({error.message}): send it again, with its Idempotency-Key if it had one",
                 retry_after=1.0,
             ) from error
+        # The caller may read from this gateway next: it must see what the call has changed.
         await self._fleet.replica.read()
         self._context.models.forget()
         return Response(bytes(raw), status, media_type="application/json")

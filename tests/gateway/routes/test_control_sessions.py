@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.models import ModelRegistry
-from lockstep.gateway.routes.sessions import SessionRoutes
+from lockstep.gateway.model_registry import ModelRegistry
+from lockstep.gateway.routes.control_sessions import ControlSessionRoutes
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.server.server import listen, serving, url_of
@@ -47,7 +47,7 @@ async def admin() -> AsyncIterator[Admin]:
         context = GatewayContext(
             pool=Pool(), models=ModelRegistry(Pool().models, "tiny"), sessions=sessions
         )
-        routes = SessionRoutes(context).routes
+        routes = ControlSessionRoutes(context).routes
         app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
         with listen("127.0.0.1", 0) as sock:
             async with serving([(app, sock)]), aiohttp.ClientSession() as http:
@@ -69,7 +69,7 @@ async def test_sessions_are_listed_in_pages(admin: Admin, renderer: Renderer) ->
     assert seen == list("abcde")
 
 
-async def test_every_branch_comes_as_a_sample(admin: Admin, renderer: Renderer) -> None:
+async def test_every_branch_is_a_sample(admin: Admin, renderer: Renderer) -> None:
     await talk(admin.sessions, "a", renderer, 3)
     session = await admin.sessions.open("a", renderer)
     plan = await session.plan([QUESTION])

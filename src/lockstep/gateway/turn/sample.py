@@ -1,7 +1,7 @@
-"""A turn as it is sampled: the parts of its message, whatever dialect they are written in.
+"""The sampling stage of a turn: the choices of one worker, whole or in parts as they arrive.
 
-Text that may still turn out to be a tag or a tool call is held back. The last part of each choice
-comes after the turn was stored in its session.
+Text that may still become a tag or a tool call is held back. The last part of a choice is returned
+after the turn was stored in its session.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from contextlib import aclosing
 from time import time
 from typing import NamedTuple
 
+from starlette.requests import Request
+
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
-from lockstep.gateway.chat.turn import ChatTurn, reply
+from lockstep.gateway.turn.turn import Turn, reply_of
+from lockstep.http.http_request import unless_gone
 from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.openai.chat_response import ChatReply
 from lockstep.render.streaming_parser import MessagePart, StreamingParser
@@ -21,8 +24,27 @@ from lockstep.tokens import Completion
 from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
 
 
+async def sample_turn(http: Request, turn: Turn, pool: Pool) -> tuple[str, list[ChatReply]]:
+    """Sample a turn, store it, and return the worker's id and the replies.
+
+    Raises ClientGone when the client disconnects, and cancels the worker's request with it.
+    """
+
+    async def call(worker: Worker) -> tuple[str, list[Completion]]:
+        return worker.id, await worker.generate(turn.request)
+
+    async def sample() -> tuple[str, list[ChatReply]]:
+        # `call` may run on several workers, one after the other; reading and storing must not be
+        # part of it, or an error of the store would eject a healthy worker.
+        worker, completions = await pool.run(turn.affinity, call)
+        replies = [await turn.read(completion) for completion in completions]
+        return worker, await turn.commit(replies)
+
+    return await unless_gone(http, sample())
+
+
 class ChoiceProgress:
-    """The tokens of one choice that were received so far, and their message."""
+    """The tokens of one choice that have arrived, and the parser of its message."""
 
     def __init__(self, parser: StreamingParser) -> None:
         self.parser = parser
@@ -30,12 +52,13 @@ class ChoiceProgress:
         self.logprobs: list[float] = []
 
     def add(self, delta: StreamDelta) -> MessagePart:
+        """Take new tokens and return the part of the message that they complete."""
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         return self.parser.feed(delta.token_ids)
 
     def complete(self, completion: Completion) -> None:
-        """Takes the finished choice. Raises Misaligned unless it begins as it was streamed."""
+        """Take the finished choice. Raises Misaligned unless it starts with what was streamed."""
         count = len(self.token_ids)
         if completion.token_ids[:count] != self.token_ids or (
             len(self.logprobs) == count and completion.logprobs[:count] != self.logprobs
@@ -48,17 +71,17 @@ class ChoiceProgress:
 
 
 class StreamedPart(NamedTuple):
-    """What is new of one choice; `end` is the whole of it, with its last part only."""
+    """A new part of one choice; with the last part, `end` is the whole reply."""
 
     choice: int
     part: MessagePart
     end: ChatReply | None = None
 
 
-class PartStream:
-    """The parts of one turn: `start` waits for the first tokens, `read` yields all of them."""
+class TurnStream:
+    """The parts of one turn. `start` waits for the first tokens, `read` yields all parts."""
 
-    def __init__(self, turn: ChatTurn, pool: Pool) -> None:
+    def __init__(self, turn: Turn, pool: Pool) -> None:
         self._turn = turn
         self.worker: str | None = None
         self.first_at: float | None = None
@@ -68,18 +91,27 @@ class PartStream:
         )
         self._first: StreamDelta | Completion | None = None
 
+    @classmethod
+    async def started(cls, http: Request, turn: Turn, pool: Pool) -> TurnStream:
+        """Return the stream once its first tokens have arrived: until then an error still has a
+        status. Raises what `start` raises, and ClientGone."""
+        stream = cls(turn, pool)
+        await unless_gone(http, stream.start())
+        return stream
+
     def _open(self, worker: Worker) -> AsyncIterator[StreamDelta | Completion]:
         self.worker = worker.id
         return worker.stream(self._turn.request)
 
     async def start(self) -> None:
-        """Returns with the first tokens. Raises the error of a worker that fails before them."""
+        """Wait for the first tokens. Raises the error of a worker that fails before them."""
         self._first = await anext(self._items, None)
         self.first_at = time()
 
     async def read(self) -> AsyncGenerator[StreamedPart, None]:
-        """The parts as they come. Raises ContractError for a stream that breaks the contract."""
+        """Yield the parts as they arrive. Raises ContractError for a stream that breaks it."""
         completions: list[Completion] = []
+        # Closing the items closes the connection to the worker, which then stops sampling.
         async with aclosing(self._items):
             item = self._first
             while item is not None:
@@ -88,8 +120,8 @@ class PartStream:
                 elif part := self._choice(item).add(item):
                     yield StreamedPart(item.index, part)
                 item = await anext(self._items, None)
-        for ended in await self._ended(completions):
-            yield ended
+        for part_with_end in await self._finish(completions):
+            yield part_with_end
 
     def _choice(self, delta: StreamDelta) -> ChoiceProgress:
         if not 0 <= delta.index < len(self.choices):
@@ -99,12 +131,13 @@ class PartStream:
             )
         return self.choices[delta.index]
 
-    async def _ended(self, completions: list[Completion]) -> list[StreamedPart]:
-        """The last parts: text that was held back, and the whole choices."""
-        if sorted(one.index for one in completions) != list(range(len(self.choices))):
+    async def _finish(self, completions: list[Completion]) -> list[StreamedPart]:
+        """Store the turn and return the last parts: text that was held back, and the replies."""
+        if sorted(completion.index for completion in completions) != list(range(len(self.choices))):
             raise MissingFinish(
                 f"the stream ended with {len(completions)} of {len(self.choices)} choices finished"
             )
+        # All choices are parsed before one is stored: the turn is stored whole or not at all.
         replies, rest = [], {}
         for completion in completions:
             choice = self.choices[completion.index]
@@ -112,8 +145,8 @@ class PartStream:
             parsed, rest[completion.index] = choice.parser.finish(
                 completion.token_ids, completion.stop_reason
             )
-            replies.append(reply(completion, parsed))
+            replies.append(reply_of(completion, parsed))
         return [
-            StreamedPart(each.completion.index, rest[each.completion.index], each)
-            for each in await self._turn.commit(replies)
+            StreamedPart(reply.completion.index, rest[reply.completion.index], reply)
+            for reply in await self._turn.commit(replies)
         ]

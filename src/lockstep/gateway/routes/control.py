@@ -18,9 +18,9 @@ from lockstep.backends.registry import open_admin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.state_view import fleet_state, worker_views
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.routes.forward import ForwardToLeader
-from lockstep.http.body import read_json
+from lockstep.gateway.routes.forward_to_leader import ForwardToLeader
 from lockstep.http.handlers import json_response
+from lockstep.http.http_request import read_json
 from lockstep.protocol.control import fleet as wire
 from lockstep.protocol.json.strict import decode
 from lockstep.tokens.errors import BadRequest, CheckpointError, NotFound, Unavailable
@@ -31,10 +31,12 @@ BODY_LIMIT = 8 << 20
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class FleetRoutes:
-    """Routes under /v1/rl. A mutation is an operation: sent again with the same Idempotency-Key, it
-    returns the same operation and changes nothing. A gateway that follows hands mutations on to
-    the leader."""
+class ControlRoutes:
+    """Routes under /v1/rl.
+
+    A mutation is an operation: sent again with the same Idempotency-Key, it returns the same
+    operation and changes nothing. A gateway that is not the leader forwards mutations to it.
+    """
 
     def __init__(self, context: GatewayContext, fleet: Fleet, token: str = "") -> None:
         """`token` is the admin token, which all gateways of a fleet share."""
@@ -42,30 +44,32 @@ class FleetRoutes:
         self._fleet = fleet
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
         base = "/v1/rl"
-        led = ForwardToLeader(fleet, token, context)
+        at_leader = ForwardToLeader(fleet, token, context)
         self.routes = [
             Route(f"{base}/state", self.state),
             Route(f"{base}/health", self.health),
             Route(f"{base}/ready", self.ready),
             Route(f"{base}/weight_version", self.weight_version),
             Route(f"{base}/workers", self.workers, methods=["GET"]),
-            Route(f"{base}/workers", led(self.add_worker), methods=["POST"]),
+            Route(f"{base}/workers", at_leader(self.add_worker), methods=["POST"]),
             Route(f"{base}/workers/{{worker:path}}/ready", self.worker_ready, methods=["GET"]),
-            Route(f"{base}/workers/{{worker:path}}", led(self.remove_worker), methods=["DELETE"]),
+            Route(
+                f"{base}/workers/{{worker:path}}", at_leader(self.remove_worker), methods=["DELETE"]
+            ),
             Route(f"{base}/operations/{{operation}}", self.operation),
-            Route(f"{base}/pause", led(self.pause), methods=["POST"]),
-            Route(f"{base}/resume", led(self.resume), methods=["POST"]),
-            Route(f"{base}/flush_cache", led(self.flush), methods=["POST"]),
-            Route(f"{base}/update_weights", led(self.update_weights), methods=["POST"]),
-            Route(f"{base}/init_broadcaster", led(self.init_broadcaster), methods=["POST"]),
+            Route(f"{base}/pause", at_leader(self.pause), methods=["POST"]),
+            Route(f"{base}/resume", at_leader(self.resume), methods=["POST"]),
+            Route(f"{base}/flush_cache", at_leader(self.flush), methods=["POST"]),
+            Route(f"{base}/update_weights", at_leader(self.update_weights), methods=["POST"]),
+            Route(f"{base}/init_broadcaster", at_leader(self.init_broadcaster), methods=["POST"]),
             # prime-rl's admin client takes /v1/rl as its base URL and appends /v1/... to it.
-            *self._both("load_lora_adapter", led(self.load_adapter)),
-            *self._both("unload_lora_adapter", led(self.unload_adapter)),
+            *self._both_paths("load_lora_adapter", at_leader(self.load_adapter)),
+            *self._both_paths("unload_lora_adapter", at_leader(self.unload_adapter)),
             Route(f"{base}/v1/models", self.models),
         ]
 
     @staticmethod
-    def _both(name: str, handler: Handler) -> list[Route]:
+    def _both_paths(name: str, handler: Handler) -> list[Route]:
         paths = (f"/v1/rl/{name}", f"/v1/rl/v1/{name}")
         return [Route(path, handler, methods=["POST"]) for path in paths]
 
@@ -75,7 +79,7 @@ class FleetRoutes:
         return json_response(await fleet_state(self._fleet))
 
     async def health(self, _: Request) -> Response:
-        """200 while the control plane runs; `ready` says whether the fleet serves."""
+        """Return 200 while the control plane runs; `ready` says whether the fleet serves."""
         return json_response({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
@@ -101,7 +105,7 @@ class FleetRoutes:
                 "id": card.id,
                 "object": "model",
                 "parent": card.parent,
-                # Pools tell by it which step of an adapter is loaded.
+                # prime-rl's pools read from the path which step of an adapter is loaded.
                 "root": adapters[card.id].path if card.id in adapters else card.id,
             }
             for card in cards
@@ -121,7 +125,7 @@ class FleetRoutes:
     # Operations
 
     async def pause(self, http: Request) -> Response:
-        """Mode, lease and cache come in the query, as in vLLM and prime-rl, or in the body."""
+        """Pause the fleet. Options are in the query, as in vLLM and prime-rl, or in the body."""
         body = await self._body(http, wire.PauseFleet)
         query = dict(http.query_params)
         mode = query.pop("mode", None) or body.mode or "keep"
@@ -171,8 +175,9 @@ class FleetRoutes:
             )
         except CheckpointError as error:
             if not await asyncio.to_thread(os.path.lexists, body.lora_path):
-                # Trainers write an adapter and name it at once: on another host it may not be
-                # there yet, and they ask again after a 404.
+                # Trainers load an adapter right after writing it. On another host it may not be
+                # visible yet, and they retry after a 404. `lexists` may hang on a network file
+                # system, so it is not for the threads of `off_loop`.
                 raise NotFound(error.message, param="lora_path") from None
             raise
         self._context.models.forget()
@@ -209,6 +214,7 @@ class FleetRoutes:
                 body.url, admin, worker_id=body.id, logprob_mode=body.logprob_mode
             )
         except BaseException:
+            # Also when cancelled: the fleet has not taken the connection over.
             await admin.close()
             raise
         if body.admin_token is not None:
@@ -216,7 +222,7 @@ class FleetRoutes:
         return json_response({"status": "ok", "id": worker.id, "state": worker.state}, 201)
 
     async def worker_ready(self, http: Request) -> Response:
-        """200 while the worker is proved and gets traffic: the readiness of its pod."""
+        """Return 200 while the worker is proved and gets traffic, as a pod's readiness probe."""
         worker = self._fleet.worker(http.path_params["worker"])
         if worker.state != "serving":
             why = f": {worker.reason}" if worker.reason else ""
@@ -224,7 +230,7 @@ class FleetRoutes:
         return json_response({"ready": True, "version": worker.version})
 
     async def remove_worker(self, http: Request) -> Response:
-        """Removes a worker, after its requests have ended or the time is up."""
+        """Remove a worker after its requests have ended, or after `drain_seconds`."""
         name = http.path_params["worker"]
         seconds = _number(http.query_params.get("drain_seconds", "30"), "drain_seconds")
         await self._fleet.remove(name, drain_seconds=seconds)
@@ -232,7 +238,7 @@ class FleetRoutes:
 
     async def _body(self, http: Request, kind: type[B]) -> B:
         decoder = self._decoders.setdefault(kind, msgspec.json.Decoder(kind))
-        # Some clients send a content type without a body.
+        # Some clients send a content type but no body.
         empty = http.headers.get("content-length") == "0"
         raw = b"" if empty else await read_json(http, BODY_LIMIT)
         body: B = decode(decoder, raw or b"{}")
@@ -251,7 +257,7 @@ def _key(http: Request) -> str | None:
 
 
 def _check_broadcaster(body: wire.InitBroadcaster) -> None:
-    """Raises BadRequest for a place that no trainer can be at: workers would wait for it."""
+    """Raise BadRequest for an address that no trainer can have, or workers would wait for it."""
     if not body.host:
         raise BadRequest("host is empty: expected where the trainer listens", param="host")
     if not 0 < body.port < 65536:

@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from lockstep.http.body import body_bytes, read_body
+from lockstep.http.http_request import body_bytes, read_body
 from lockstep.protocol.json.limits import LIMITS
 
 

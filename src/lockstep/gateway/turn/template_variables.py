@@ -1,4 +1,4 @@
-"""Renderers for the template variables that requests set, each made once and cached."""
+"""Renderers for the chat template variables that requests set, made once and cached."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections import OrderedDict
 from functools import lru_cache
 from typing import Any
 
-from lockstep.gateway.models import ModelRegistry
 from lockstep.http.off_loop import off_loop
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
-KEPT = 32
+CACHED_RENDERERS = 32
 """Most renderers in memory: clients choose the values, so their number needs a limit."""
 OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "verbosity")
 RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "tokenize",
@@ -22,44 +21,41 @@ RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "
 
 
 class RendererVariants:
-    """The model's renderer, and copies of it with other template variables."""
+    """Copies of the model's renderer with other template variables; the oldest are dropped."""
 
-    def __init__(self, models: ModelRegistry) -> None:
-        self._models = models
+    def __init__(self) -> None:
         self._renderers: OrderedDict[str, Renderer] = OrderedDict()
 
-    async def of(self, chat: ChatRequest) -> Renderer:
-        """The renderer for a request.
+    async def get(self, chat: ChatRequest, base: Renderer) -> Renderer:
+        """Return `base` with the template variables of a request.
 
-        Raises BadRequest for variables that contradict a field, UnsupportedField for those that
+        Raises BadRequest for variables that contradict a field, and UnsupportedField for those that
         the model's template does not have.
         """
-        base = await self._models.renderer()
-        if not chat.chat_template_kwargs and chat.reasoning_effort is chat.verbosity is None:
-            return base
         kwargs = variables(chat, base.template.source)
         if not kwargs:
             return base
+        # The values may be any JSON: their text is the key of the cache.
         key = json.dumps(kwargs, sort_keys=True)
         renderer = self._renderers.get(key)
         if renderer is None:
-            renderer = await off_loop(True, _variant, base, kwargs)
+            renderer = await off_loop(True, _with_variables, base, kwargs)
             self._renderers[key] = renderer
-            if len(self._renderers) > KEPT:
+            if len(self._renderers) > CACHED_RENDERERS:
                 self._renderers.popitem(last=False)
         self._renderers.move_to_end(key)
         return renderer
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED_RENDERERS)
 def takes_inner_system(renderer: Renderer) -> bool:
-    """Whether the chat template takes a system message after the first message."""
+    """Return whether the chat template accepts a system message after the first message."""
     roles = ("user", "system", "assistant", "user")
     return renderer.template.accepts([{"role": role, "content": "text"} for role in roles], None)
 
 
 def variables(chat: ChatRequest, source: str) -> dict[str, Any]:
-    """The template variables that a request sets."""
+    """Return the template variables that a request sets. Raises as `RendererVariants.get`."""
     kwargs = dict(chat.chat_template_kwargs or {})
     for name in OWN_FIELDS:
         if name not in kwargs:
@@ -70,7 +66,7 @@ def variables(chat: ChatRequest, source: str) -> dict[str, Any]:
         elif name == "continue_final_message":
             field = bool(field)
         elif field is None:
-            # No field sets it, so it is a template variable like any other.
+            # The field is not set, so this is a template variable like any other.
             kwargs[name] = field = value
         if value != field:
             raise BadRequest(
@@ -99,7 +95,7 @@ def variables(chat: ChatRequest, source: str) -> dict[str, Any]:
 
 
 def _effort(effort: str, kwargs: dict[str, Any], source: str) -> dict[str, Any]:
-    """The variables by which this template takes a reasoning effort."""
+    """Return the variables that set a reasoning effort in this template."""
     if _mentions(source, "reasoning_effort"):
         return {"reasoning_effort": effort}
     if effort == "none" and _mentions(source, "enable_thinking"):
@@ -121,7 +117,7 @@ def _verbosity(verbosity: str, source: str) -> dict[str, Any]:
     if _mentions(source, "verbosity"):
         return {"verbosity": verbosity}
     if verbosity == "medium":
-        return {}  # what OpenAI takes when it is left out
+        return {}  # OpenAI's default
     raise UnsupportedField(
         f"verbosity is {verbosity!r}, but the chat template of this model has no variable for it: "
         "leave it out",
@@ -133,7 +129,7 @@ def _mentions(source: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
 
-def _variant(base: Renderer, kwargs: dict[str, Any]) -> Renderer:
+def _with_variables(base: Renderer, kwargs: dict[str, Any]) -> Renderer:
     try:
         return Renderer(
             base.tokenizer,
@@ -143,7 +139,7 @@ def _variant(base: Renderer, kwargs: dict[str, Any]) -> Renderer:
             stop_token_ids=base.stop_token_ids,
         )
     except ValueError as error:
-        # The variable exists, but the chat format does not take this value.
+        # The variable exists, but the chat format rejects this value.
         why = " ".join(line.strip() for line in str(error).splitlines()[:3])
         raise BadRequest(
             f"chat_template_kwargs cannot be used: {why}", param="chat_template_kwargs"

@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from lockstep.gateway.auth import DataAuth
-from lockstep.gateway.keys import TenantKeys
+from lockstep.gateway.auth import DataAuth, TenantKeys
+from lockstep.gateway.callers import ANYBODY, Caller, Scopes, caller_of
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.gateway.tenants import ANYBODY, Caller, Scopes, caller_of
 from lockstep.http.auth import FixedKeys, RequestAuth, key_digest, presented_key
 from lockstep.http.handlers import require_bearer
 from lockstep.http.route_templates import RouteTemplates
@@ -70,7 +69,7 @@ def test_an_admin_token_beyond_ascii_opens() -> None:
         require_bearer(Request(scope(b"Bearer " + ODD[:-1].encode())), ODD)
 
 
-async def test_a_wrong_key_and_no_key_are_told_apart() -> None:
+async def test_a_wrong_key_and_a_missing_key_are_different_errors() -> None:
     auth = RequestAuth(nothing, keys=FixedKeys(["right"]))
     with pytest.raises(Unauthorized, match="not one of this server's"):
         await auth.check(scope(b"Bearer wrong"))
@@ -115,11 +114,11 @@ async def test_one_key_is_the_default_tenant_and_several_are_tenants_each(
     assert {(await found(shared, key)).tenant for key in ("first-key", "second-key")} == {"default"}
 
 
-def test_what_separates_tenants_cannot_be_guessed_from_their_names() -> None:
+def test_scopes_of_tenants_cannot_be_derived_from_their_names() -> None:
     one, other = (Scopes(secret * 32).of_tenant("alice", None) for secret in (b"a", b"b"))
     assert one.request_id("r") != other.request_id("r")
     assert one.cache_salt(None) != other.cache_salt(None)
-    assert Scopes(b"a" * 32).named("weak-key") != Scopes(b"b" * 32).named("weak-key")
+    assert Scopes(b"a" * 32).key_name("weak-key") != Scopes(b"b" * 32).key_name("weak-key")
     assert "alice" not in one.request_id("r")
 
 
@@ -147,7 +146,7 @@ async def test_neither_a_key_nor_its_plain_hash_is_shown(
     assert (await found(keys, "environment-key")).tenant.startswith("key-")
 
 
-async def test_a_key_file_that_broke_changes_nothing_and_is_said(
+async def test_a_broken_key_file_changes_nothing_and_is_logged(
     sessions: Sessions, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, now = KeyFile(tmp_path / "keys.json"), 0.0
@@ -161,7 +160,7 @@ async def test_a_key_file_that_broke_changes_nothing_and_is_said(
         now += 2.0
         caplog.clear()
         assert (await found(keys, key)).tenant == "alice"
-        assert "the last ones stay valid" in caplog.text
+        assert "keys unchanged" in caplog.text
     with pytest.raises(BadRequest, match="lockstep keys add"):
         TenantKeys(sessions, key_file=file.path)
     with pytest.raises(NotFound):
@@ -177,7 +176,7 @@ def _written(directory: Path, text: str) -> Path:
     return path
 
 
-async def test_an_empty_key_file_lets_nobody_in(sessions: Sessions, tmp_path: Path) -> None:
+async def test_an_empty_key_file_rejects_every_request(sessions: Sessions, tmp_path: Path) -> None:
     keys = TenantKeys(sessions, key_file=_written(tmp_path, '{"keys": []}'))
     with pytest.raises(Unauthorized):
         await RequestAuth(nothing, keys=keys).check(scope(b""))
@@ -206,7 +205,7 @@ async def test_a_session_key_that_ended_is_refused_even_where_no_key_is_needed(
     assert caller_of(Request(anybody)) is ANYBODY
 
 
-async def test_minted_keys_survive_a_restart_with_what_they_have_spent(tmp_path: Path) -> None:
+async def test_minted_keys_and_their_used_budget_survive_a_restart(tmp_path: Path) -> None:
     path, ticks = str(tmp_path / "sessions.db"), 100.0
     async with Sessions(SqliteSessionStore(path), monotonic=lambda: ticks) as sessions:
         key, key_id = await sessions.keys.mint("s", seconds=60, max_calls=3, cache_salt="g")

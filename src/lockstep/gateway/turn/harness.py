@@ -1,6 +1,7 @@
-"""Reads from a request which harness sent it, for which of its agents, and whether beside them.
+"""Reads which harness sent a request, for which of its agents, and whether it is a side call.
 
-What each harness sends was observed; see "Lineage" in docs/agents.md.
+The headers and wordings are those that each harness was observed to send; see "Lineage" in
+docs/agents.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from lockstep.ledger.origin import Origin, Side
 
 LONGEST = 200
-"""Characters of an id or a name; the rest is cut, so that nobody fills sessions with headers."""
+"""Characters of an id or a name; the rest is cut, so that headers cannot fill sessions."""
 SUMMARY_WORDS: dict[str, tuple[tuple[str, Side], ...]] = {
     "claude-code": (("CRITICAL: Respond with ", "compaction"),),
     "qwen-code": (
@@ -22,15 +23,15 @@ SUMMARY_WORDS: dict[str, tuple[tuple[str, Side], ...]] = {
         ("Managed memory has ", "memory"),
     ),
 }
-"""How the last message of a side call begins."""
+"""Beginnings of the last message of a side call, by harness."""
 SUMMARY_ENDS: dict[str, tuple[tuple[str, Side], ...]] = {
     "qwen-code": (("block. Then, produce the <state_snapshot> XML.", "compaction"),),
 }
-"""How it ends, where the instructions come first: behind the history of the main line."""
+"""Ends of that message, for harnesses that append the instruction to the main line's history."""
 SYSTEM_WORDS: dict[str, tuple[tuple[str, Side], ...]] = {
     "opencode": (("You are a context summar", "compaction"), ("You are a title ", "other")),
 }
-"""How the system prompt of a side call begins."""
+"""Beginnings of the system prompt of a side call."""
 
 
 class _CodexTurn(msgspec.Struct):
@@ -42,7 +43,7 @@ _CODEX_TURN = msgspec.json.Decoder(_CodexTurn)
 
 
 def origin_of(http: Request, messages: Any) -> Origin:
-    """The origin of a request with these messages."""
+    """Return the origin of a request with these messages."""
     headers = http.headers
     agent = headers.get("user-agent", "")
     if "x-codex-window-id" in headers or "x-codex-turn-metadata" in headers:
@@ -55,12 +56,12 @@ def origin_of(http: Request, messages: Any) -> Origin:
         harness, own = "opencode", headers.get("x-session-affinity", "")
         parent = headers.get("x-parent-session-id", "")
     elif agent.startswith(("QwenCode/", "claude-cli/")):
-        # Claude Code says its session; Qwen Code takes its name on the Messages route.
+        # Claude Code sends its session header; on the Messages route Qwen Code has its user agent.
         harness, own, parent = "qwen-code", "", ""
     elif agent.startswith("Agents/Python"):
         harness, own, parent = "openai-agents", "", ""
     else:
-        # A product of an SDK, such as OpenAI/Python: its version is no part of the name.
+        # An SDK's product, such as OpenAI/Python: its version is not part of the name.
         harness, own, parent = agent.partition(" ")[0], "", ""
         if harness.count("/") == 1 and harness[-1:].isdigit():
             harness = harness.partition("/")[0]

@@ -43,7 +43,7 @@ def of_turn(turn: Turn) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("tools", [None, [TOOL]], ids=["without tools", "with tools"])
 @pytest.mark.parametrize("text", TEXTS)
-async def test_every_reader_says_the_same_of_the_same_ids(
+async def test_client_and_gateway_parse_the_same_ids_alike(
     text: str, tools: list[Any] | None
 ) -> None:
     renderer = Renderer.load("tiny")
@@ -63,7 +63,7 @@ async def test_every_reader_says_the_same_of_the_same_ids(
         assert (turn.tool_calls, turn.finish) == ((), "stop")
 
 
-async def test_old_clients_get_a_function_call_and_go_on_in_their_session() -> None:
+async def test_legacy_function_calls_continue_in_a_session() -> None:
     renderer = Renderer.load("tiny")
     ids = [*renderer.encode(CALL), renderer.stop_token_ids[0]]
     session = {"x-session-id": "old"}
@@ -86,7 +86,7 @@ async def test_old_clients_get_a_function_call_and_go_on_in_their_session() -> N
         assert again.headers["x-lockstep-bridged"] == "true"
 
 
-async def test_what_a_client_says_about_a_turn_is_recorded_with_it() -> None:
+async def test_user_and_metadata_are_stored_with_the_turn() -> None:
     sent = {"user": "u1", "metadata": {"task": "7"}, "store": True, "service_tier": "auto",
             "safety_identifier": "s", "prompt_cache_key": "k"}  # fmt: skip
     async with answering(choice([5])) as (served, _):
@@ -119,7 +119,7 @@ async def test_verbosity_is_refused_unless_the_template_has_it() -> None:
         ("<think>\nHm.\n</think>\n\n<tool_call>5", "<tool_call>5", "unclosed_block"),
     ],
 )  # fmt: skip
-async def test_what_is_no_call_stays_in_the_content_and_the_turn_says_so(
+async def test_a_malformed_call_stays_in_the_content_with_a_parse_error(
     text: str, content: str, error: str | None
 ) -> None:
     renderer = Renderer.load("tiny")

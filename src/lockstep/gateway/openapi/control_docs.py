@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from lockstep.gateway.openapi.route_doc import QueryDoc, RouteDoc
-from lockstep.gateway.routes.sessions import (
+from lockstep.gateway.routes.control_sessions import (
     MAX_PAGE,
     MAX_WAIT,
     DeletedSession,
@@ -27,7 +27,7 @@ FLAG = {"type": "boolean"}
 
 
 class OperationResponse(msgspec.Struct):
-    """A change that was made, with the results of every worker. Some changes add fields."""
+    """The result of a change on each worker. Some changes add fields."""
 
     status: str
     version: str | None
@@ -35,7 +35,7 @@ class OperationResponse(msgspec.Struct):
 
 
 class FleetState(msgspec.Struct):
-    """The fleet at one place: versions, pause, workers, and the last operations."""
+    """The state of the fleet: versions, pause, workers, and the last operations."""
 
     ready: bool
     version: str
@@ -97,27 +97,28 @@ CONTROL_ROUTE_DOCS: tuple[RouteDoc, ...] = (
     _view("/v1/rl/health", None, ControlHealth, "200 while the control plane runs."),
     _view("/v1/rl/ready", None, Readiness, "200 when the fleet serves, else 503."),
     _view("/v1/rl/weight_version", None, WeightVersion, "The version that the fleet has accepted."),
-    _view("/v1/rl/workers", None, WorkerList, "Every worker: state, version, why it is out."),
+    _view("/v1/rl/workers", None, WorkerList,
+          "State and version of each worker, and why it does not serve."),
     _view("/v1/rl/workers/{worker}/ready", None, Readiness,
           "200 while a worker is proved and gets traffic, else 503."),
     _view("/v1/rl/operations/{operation}", None, Operation, "One operation, by its id."),
-    _view("/v1/rl/metrics", None, None, "The load of every engine, under vLLM's names."),
+    _view("/v1/rl/metrics", None, None, "The load of each engine, under vLLM's metric names."),
     _view("/v1/rl/v1/models", None, ServedModels, "The models that workers serve now."),
-    _change("/v1/rl/workers", wire.AddWorker, WorkerChanged, "Takes a worker in.",
+    _change("/v1/rl/workers", wire.AddWorker, WorkerChanged, "Adds a worker.",
             status=201, body_required=True, headers=()),
     RouteDoc("DELETE", "/v1/rl/workers/{worker}", None, WorkerChanged,
-             "Drains a worker and forgets it.", sessions=False,
+             "Drains and removes a worker.", sessions=False,
              query=(QueryDoc("drain_seconds", SECONDS),), headers=()),
-    _change("/v1/rl/pause", wire.PauseFleet, OperationResponse, "Stops the workers' work.",
+    _change("/v1/rl/pause", wire.PauseFleet, OperationResponse, "Pauses the workers.",
             query=(QueryDoc("mode", MODES), QueryDoc("clear_cache", FLAG),
                    QueryDoc("lease_seconds", SECONDS))),
     _change("/v1/rl/resume", wire.EmptyFleetBody, OperationResponse, "Ends a pause."),
     _change("/v1/rl/flush_cache", wire.EmptyFleetBody, OperationResponse,
-            "Forgets cached prompts."),
+            "Drops cached prompts."),
     _change("/v1/rl/update_weights", wire.UpdateWeights, OperationResponse,
             "Loads and proves new weights on every worker.", body_required=True),
     _change("/v1/rl/init_broadcaster", wire.InitBroadcaster, OperationResponse,
-            "Has the workers join a group that broadcasts weights.", body_required=True),
+            "Makes the workers join a process group that broadcasts weights.", body_required=True),
     *(
         _change(f"/v1/rl{prefix}/{name}_lora_adapter", body, OperationResponse, summary,
                 body_required=True)
@@ -131,7 +132,7 @@ CONTROL_ROUTE_DOCS: tuple[RouteDoc, ...] = (
           query=(QueryDoc("after", {"type": "string"}),
                  QueryDoc("limit", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}))),
     _change("/v1/rl/sessions", MintSession, MintedSession,
-            "Begins a session with a key that opens nothing else.", status=201,
+            "Creates a session and a key that can use only this session.", status=201,
             headers=("X-Request-Id",)),
     _view("/v1/rl/sessions/{id}", None, SessionView, "A session and its samples.", query=_SAMPLES),
     RouteDoc("DELETE", "/v1/rl/sessions/{id}", None, DeletedSession, "Deletes a session.",
@@ -139,6 +140,6 @@ CONTROL_ROUTE_DOCS: tuple[RouteDoc, ...] = (
     _change("/v1/rl/sessions/{id}/finish", FinishSession, SessionInfo,
             "Ends a session with its reward.", headers=("X-Request-Id",)),
     _view("/v1/rl/sessions/{id}/wait", None, SessionInfo,
-          "The session once it has ended, or as it is after so many seconds.",
+          "The session when it has ended, or after so many seconds.",
           query=(QueryDoc("seconds", {"type": "number", "minimum": 0, "maximum": MAX_WAIT}),)),
 )  # fmt: skip

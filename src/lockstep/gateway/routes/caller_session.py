@@ -1,4 +1,4 @@
-"""GET /v1/session: what the caller's own session holds so far; POST /v1/session/finish ends it."""
+"""GET /v1/session: the caller's own session and its samples; POST /v1/session/finish ends it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.callers import ANYBODY, caller_of, request_id, session_id
+from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.openapi.route_doc import RouteDoc
-from lockstep.gateway.routes.sessions import SessionView, session_response
+from lockstep.gateway.routes.control_sessions import SessionView, session_response
 from lockstep.gateway.sessions.info import SessionInfo
-from lockstep.gateway.tenants import ANYBODY, caller_of
 from lockstep.http.handlers import json_response
 from lockstep.tokens.errors import BadRequest, Forbidden
 
 ROUTE_DOCS = (
     RouteDoc(
         "GET", "/v1/session", None, SessionView,
-        "The session of the key, of X-Session-ID or of the path, and its samples.",
+        "The session that the key, X-Session-ID or the path names, and its samples.",
     ),
     RouteDoc(
         "POST", "/v1/session/finish", None, SessionInfo,
-        "Ends the session of the key: whoever waits for its end is told.",
+        "Ends the session of the key, and the waits for its end.",
     ),
 )  # fmt: skip
 
 
-class OwnSessionRoutes:
-    """Reading does not count as the trainer's: the session is kept as if nobody had read it."""
+class CallerSessionRoutes:
+    """Routes for a session's own key. Reading here does not mark turns as read by the trainer."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._sessions = context.sessions
@@ -41,7 +41,7 @@ class OwnSessionRoutes:
         return await session_response(http, self._sessions, name, by_trainer=False)
 
     async def finish(self, http: Request) -> Response:
-        """Ends the session for its harness; the reward is the trainer's to give."""
+        """End the session for its harness; only the trainer sets the reward."""
         name = self._name(http)
         if await http.body():
             raise BadRequest("the body must be empty: the trainer sets the reward", param="body")
@@ -53,12 +53,13 @@ class OwnSessionRoutes:
         name = session_id(http)
         if caller_of(http) is ANYBODY:
             raise Forbidden(
-                "sessions are read here with an API key; without keys, the control plane has them: "
+                "reading a session here needs an API key; without keys, use the control plane: "
                 "GET /v1/rl/sessions/{id}",
                 param="authorization",
             )
         if name is None:
             raise BadRequest(
-                "which session? Send X-Session-ID, or use /sessions/{id}/v1", param="x-session-id"
+                "no session is named: send X-Session-ID, or use /sessions/{id}/v1",
+                param="x-session-id",
             )
         return name

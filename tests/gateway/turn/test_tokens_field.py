@@ -25,7 +25,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_response_brings_its_tokens_to_whom_asks(server: DialectServer, path: str) -> None:
+async def test_the_tokens_header_adds_tokens_to_a_response(
+    server: DialectServer, path: str
+) -> None:
     body = {"model": "tiny", **BODIES[path]}
     session = {"x-session-id": path.strip("/").replace("/", "-")}
     tokens = (await server.ok(path, body, **session, **PLEASE))["lockstep"]

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.gateway.context import GatewayContext, check_session_id, request_id
+from lockstep.gateway.callers import check_session_id, full_name, request_id
+from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.gateway.tenants import full_name
-from lockstep.http.body import read_json
 from lockstep.http.handlers import json_response
+from lockstep.http.http_request import read_json
 from lockstep.http.off_loop import off_loop
 from lockstep.protocol.common.request import MAX_SALT
 from lockstep.protocol.control.sessions import FinishSession, MintedSession, MintSession
@@ -54,7 +54,7 @@ class DeletedSession(msgspec.Struct):
     deleted: bool
 
 
-class SessionRoutes:
+class ControlSessionRoutes:
     """Routes under /v1/rl/sessions."""
 
     def __init__(self, context: GatewayContext) -> None:
@@ -69,7 +69,7 @@ class SessionRoutes:
         ]
 
     async def mint(self, http: Request) -> Response:
-        """Begins a session with a key that can use and read this one session only."""
+        """Create a session and a key that can use and read only this session."""
         request_id(http)
         _check_parameters(http)
         body: MintSession = decode(MINT, await read_json(http, BODY_LIMIT) or b"{}")
@@ -92,7 +92,7 @@ class SessionRoutes:
         return json_response(minted, 201)
 
     async def finish(self, http: Request) -> Response:
-        """Ends a session, with its reward; see SessionKeys.finish."""
+        """Finish a session with its reward; see SessionKeys.finish."""
         request_id(http)
         _check_parameters(http)
         body: FinishSession = decode(FINISH, await read_json(http, BODY_LIMIT) or b"{}")
@@ -103,7 +103,7 @@ class SessionRoutes:
         return json_response(await self._sessions.info(name))
 
     async def wait(self, http: Request) -> Response:
-        """The session once it has ended, or as it is after `seconds`: then `ended` is null."""
+        """Return the session when it has ended, or after `seconds` with `ended` null."""
         request_id(http)
         _check_parameters(http, "seconds")
         name = http.path_params["id"]
@@ -111,7 +111,7 @@ class SessionRoutes:
         return json_response(await self._sessions.info(name))
 
     async def page(self, http: Request) -> Response:
-        """Sessions in the order of their ids; `next` is the `after` of the next page."""
+        """Return sessions in order of their ids; `next` is the `after` of the next page."""
         request_id(http)
         _check_parameters(http, "after", "limit")
         limit = _limit(http.query_params.get("limit", str(PAGE)))
@@ -120,7 +120,7 @@ class SessionRoutes:
         return json_response({"sessions": page, "next": after})
 
     async def samples(self, http: Request) -> Response:
-        """Every branch as a sample, which then counts as read."""
+        """Return each branch as a sample, and mark the turns as read."""
         request_id(http)
         return await session_response(http, self._sessions, http.path_params["id"])
 
@@ -135,9 +135,9 @@ class SessionRoutes:
 async def session_response(
     http: Request, sessions: Sessions, name: str, *, by_trainer: bool = True
 ) -> Response:
-    """A session and its samples; msgpack holds the same fields, experts as bytes.
+    """Return a session and its samples as JSON or msgpack, which has routed experts as bytes.
 
-    Raises NotFound, and BadRequest for a parameter it does not know.
+    Raises NotFound, and BadRequest for an unknown query parameter.
     """
     _check_parameters(http, "format", "train_aborted", "dedupe", "kinds", "weights")
     form = http.query_params.get("format", "json")
@@ -154,7 +154,7 @@ async def session_response(
         weights=http.query_params.get("weights"),
         by_trainer=by_trainer,
     )
-    # A long session is megabytes: not on the event loop.
+    # A long session is encoded to megabytes.
     if form == "msgpack":
         packed = await off_loop(True, _msgpack, info, samples)
         return Response(packed, media_type=MSGPACK)
@@ -171,7 +171,7 @@ def _msgpack(info: SessionInfo, samples: Sequence[Sample]) -> bytes:
 
 
 def _check_parameters(http: Request, *names: str) -> None:
-    """Raises BadRequest for a query parameter that would otherwise be quietly ignored."""
+    """Raise BadRequest for a query parameter that would otherwise be ignored."""
     for name in http.query_params:
         if name not in names:
             expected = ", ".join(names) or "none"
@@ -188,7 +188,7 @@ def _flag(http: Request, name: str, default: str = "false") -> bool:
 
 
 def _limit(text: str) -> int:
-    # By its length first: Python refuses to read thousands of digits.
+    # Its length first: Python raises for integers of thousands of digits.
     if not text.isascii() or not text.isdigit() or len(text) > 4 or not 1 <= int(text) <= MAX_PAGE:
         raise BadRequest(f"limit is {text[:20]!r}: expected 1 to {MAX_PAGE}", param="limit")
     return int(text)
