@@ -21,6 +21,7 @@ from lockstep.gateway.sessions.loading import SessionLoader, find_session
 from lockstep.gateway.sessions.samples import TokenizerFingerprints, reading_back
 from lockstep.gateway.sessions.session import Session
 from lockstep.gateway.sessions.writes import SessionWrites
+from lockstep.http.off_loop import off_loop
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.ledger.branch_sample import branch_samples
 from lockstep.ledger.breaks import GATEWAY_BREAKS
@@ -171,7 +172,8 @@ class Sessions:
         entry = await find_session(self._store, session_id)
         entry.check_readable()
         nodes, _ = await self._turns(entry)
-        samples = await asyncio.to_thread(
+        samples = await off_loop(
+            True,
             branch_samples,
             nodes,
             train_aborted=train_aborted,
@@ -182,8 +184,8 @@ class Sessions:
         if by_trainer:
             await self._mark_read(entry, len(nodes))
         if entry.terms is not None and (reward := entry.terms.reward) is not None:
-            return await asyncio.to_thread(
-                lambda: [replace(sample, reward=reward) for sample in samples]
+            return await off_loop(
+                True, lambda: [replace(sample, reward=reward) for sample in samples]
             )
         return samples
 
@@ -205,7 +207,7 @@ class Sessions:
             return cached.ledger.nodes[:], cached.ledger.break_counts.copy()
         stored = await self._stored(entry)
         with reading_back(entry.name):
-            turns = await asyncio.to_thread(load_turns, stored.turns)
+            turns = await off_loop(True, load_turns, stored.turns)
         return [node for node, _ in turns], Counter(cause for _, cause in stored.breaks)
 
     async def _stored(self, entry: SessionEntry) -> StoredSession:

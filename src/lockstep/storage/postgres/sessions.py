@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.http.off_loop import off_loop
+from lockstep.http.off_loop import is_large_json, off_loop
 from lockstep.storage.postgres import session_statements as statements
 from lockstep.storage.postgres.database import PostgresDatabase
 from lockstep.storage.protocols import LoadedSession, NewTurns, StoredSession, Totals
@@ -27,8 +27,6 @@ from lockstep.storage.session_entry import (
 )
 from lockstep.tokens.errors import NotFound
 
-LARGE_BYTES = 1 << 18
-"""Turns of this size and more are encoded off the event loop."""
 KEY_SECONDS = 10.0
 """Seconds for which the result of a key lookup is cached, also that there is no such key."""
 CACHED_KEYS = 20_000
@@ -98,7 +96,7 @@ class PostgresSessionStore:
 
     async def append(self, entry: SessionEntry, new: NewTurns) -> bool:
         name, begins = entry.name, entry.id is None
-        large = new.nbytes - entry.bytes > LARGE_BYTES
+        large = is_large_json(new.nbytes - entry.bytes)
 
         def encode() -> list[bytes]:
             return [_seal(name, turn, data) for turn, data in enumerate(new.encode(), new.head)]
