@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Literal
 
-from lockstep.fleet.routing.rendezvous import RendezvousHash
+from lockstep.fleet.routing.affinity import RendezvousHash
 from lockstep.fleet.worker import HEALTH_SECONDS, Worker
 from lockstep.tokens.errors import BadRequest, Busy, Conflict, LockstepError, NotFound, Unavailable
 

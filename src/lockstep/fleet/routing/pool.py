@@ -17,9 +17,8 @@ from lockstep.backends.admin import Admin
 from lockstep.backends.transport import ModelCard, TransportName
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.fleet.routing.admission import AdmissionLimiter
-from lockstep.fleet.routing.affinity import Affinity
+from lockstep.fleet.routing.affinity import Affinity, RendezvousHash
 from lockstep.fleet.routing.health import Gate, HealthMonitor
-from lockstep.fleet.routing.rendezvous import RendezvousHash
 from lockstep.fleet.worker import HEALTH_SECONDS, RETRIES, Worker
 from lockstep.http.client.client import HttpClient
 from lockstep.tokens import LogprobMode

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.fleet.routing.rendezvous import RendezvousHash
+from lockstep.fleet.routing.affinity import RendezvousHash
 from lockstep.tokens.errors import BadRequest
 
 KEYS = [f"key {index}".encode() for index in range(2000)]
