@@ -1,4 +1,4 @@
-"""The tree of turns of a session: stored ids, matching of histories, samples."""
+"""Tree of the turns of a session: stored ids, matching of histories, samples."""
 
 from lockstep.ledger.breaks import Breaks
 from lockstep.ledger.ledger import Ledger

@@ -1,4 +1,4 @@
-"""Turns the branches of a session into the samples that a trainer learns from."""
+"""Conversion of a session's branches to training samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.tokens.errors import Conflict
 from lockstep.tokens.lineage import check_kinds, check_weights, weighted
 
 COMPARABLE = ("logprob_mode", "temperature", "adapter")
-"""What all turns of a sample have in common: across them logprobs cannot be compared."""
+"""Values that all turns of a sample share: logprobs are not comparable across them."""
 
 
 def branch_samples(
@@ -26,14 +26,13 @@ def branch_samples(
     kinds: Iterable[str] | None = None,
     weights: str | None = None,
 ) -> list[Sample]:
-    """The samples of a session's branches, given all its turns; see `find_branches`.
+    """Return the samples of a session's branches, given all its turns; see `find_branches`.
 
-    A branch whose turns cannot be in one sample (`COMPARABLE`) is split: each part has the tokens
-    up to its last turn and trains its own turns only. With `dedupe` a branch trains its own turns,
-    and not those that it goes on from: `trained_in` says which sample has them. With `kinds`, only
-    branches of these are given. An attempt that the harness threw away is masked, unless `kinds`
-    names `retry`. `weights` is as in `weighted`. Raises BadRequest for kinds and weights that there
-    are not.
+    A branch whose turns do not fit into one sample (`COMPARABLE`) is split: each part has the
+    tokens up to its last turn and trains its own turns only. With `dedupe`, a branch trains its own
+    turns but not those it continues from: `trained_in` names the sample that trains them. `kinds`
+    selects branches by kind. A discarded attempt is masked unless `kinds` includes `retry`.
+    `weights` is as in `weighted`. Raises BadRequest for unknown kinds and weights.
     """
     wanted, way = check_kinds(kinds), check_weights(weights)
     samples: list[Sample] = []
@@ -48,7 +47,7 @@ def branch_samples(
                 turns = [turn for turn in turns if turn.index < branch.number]
             own = [turn for turn in turns if branch.owns(turn)] if dedupe else turns
             if dedupe and not own and part.path[-1] is not end:
-                continue  # an inner part, which is of the branch before
+                continue  # an inner part, which belongs to the previous branch
             samples.append(_sample(part, turns, own, trained, branch))
             for turn in own:
                 trained.setdefault(turn.index, len(samples) - 1)
@@ -56,9 +55,9 @@ def branch_samples(
 
 
 def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
-    """The one sample of a branch, given its turns from the root on.
+    """Return the one sample of a branch, given its turns from the root on.
 
-    Raises Conflict when they mix logprob modes, temperatures or adapters.
+    Raises Conflict if they mix logprob modes, temperatures or adapters.
     """
     first = path[0]
     for node in path:
@@ -75,9 +74,9 @@ def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
 
 
 def check_comparable(parent: Node | None, **values: object) -> None:
-    """Raises Conflict when a turn with these values could not be in one sample with its parent.
+    """Raise Conflict if a turn with these values could not share a sample with its parent.
 
-    For strict sessions, which refuse such a turn before it is sampled. None is not compared.
+    For strict sessions, which reject such a turn before sampling. None is not compared.
     """
     for name, value in values.items():
         if parent is not None and value is not None and getattr(parent, name) != value:
@@ -90,14 +89,14 @@ def check_comparable(parent: Node | None, **values: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Turns of a branch that can be in one sample: `own`, and the path up to the last of them."""
+    """Turns of a branch that fit into one sample: `own`, and the path up to the last of them."""
 
     path: Sequence[Node]
     own: Sequence[Node]
     split: tuple[str, ...]
 
     def aborted_turns(self) -> list[Node]:
-        """What a continuation resumed is part of its turn: only what nobody resumed is aborted."""
+        """Return the aborted turns that were not continued; a continued one is part of its turn."""
         resumed = {node.parent.index for node in self.path if node.continues and node.parent}
         return [node for node in self.own if node.finish == "abort" and node.index not in resumed]
 
@@ -113,7 +112,10 @@ def _parts(path: Sequence[Node]) -> list[_Part]:
     split = tuple(
         name for at, name in enumerate(COMPARABLE) if len({key[at] for key in by_key}) > 1
     )
-    return [_Part(path[: at[-1] + 1], [path[each] for each in at], split) for at in by_key.values()]
+    return [
+        _Part(path[: at[-1] + 1], [path[position] for position in at], split)
+        for at in by_key.values()
+    ]
 
 
 def _sample(
@@ -123,7 +125,7 @@ def _sample(
     trained: Mapping[int, int],
     branch: Branch | None = None,
 ) -> Sample:
-    """The sample of a part that trains `own` of its turns; `trained` says who trains others."""
+    """Return the sample of a part that trains its `own` turns; `trained` maps others to samples."""
     first, last = part.own[0], part.path[-1]
     ids: list[int] = []
     for node in part.path:
@@ -166,7 +168,7 @@ def _sample(
         stops=tuple(
             (node.end - node.stop_tokens, node.end) for node in part.own if node.stop_tokens
         ),
-        notes=tuple(msgspec.json.decode(each) for each in notes),
+        notes=tuple(msgspec.json.decode(note) for note in notes),
         tool_parse_errors=sum(node.tool_parse_error is not None for node in part.own),
         turn_index=last.index,
         **_lineage(branch),

@@ -1,7 +1,7 @@
-"""What happens at a prefix break, and the default of each caller; nowhere else is one written.
+"""Policies at a prefix break, and the default of each caller, defined only here.
 
-"strict" raises PrefixBreak and leaves the conversation as it was; "fork" goes on in a new branch,
-whose turns are a sample of their own. A break is recorded with its cause either way.
+"strict" raises PrefixBreak and leaves the conversation unchanged; "fork" continues in a new branch
+with its own sample. Both record the break with its cause.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from lockstep.tokens.errors import BadRequest
 Breaks = Literal["strict", "fork"]
 BREAKS: tuple[Breaks, ...] = get_args(Breaks)
 CLIENT_BREAKS: Breaks = "strict"
-"""`policy.chat`: the caller wrote the conversation and can mend it, if told at once."""
+"""Default of `policy.chat`: the caller wrote the conversation and can fix it at once."""
 GATEWAY_BREAKS: Breaks = "fork"
-"""Sessions of a gateway: an agent that nobody will rewrite must not stop; no branch is lost."""
+"""Default of gateway sessions: an agent that will not be rewritten must keep running."""
 TRAINER_BREAKS: Breaks = "fork"
-"""Rollouts of a trainer: one broken conversation must not end a run; every branch is trained."""
+"""Default of a trainer's rollouts: one broken conversation must not end a run."""
 
 
 def check_breaks(value: str, param: str = "breaks") -> Breaks:
-    """The value. Raises BadRequest that names `param` unless it is "strict" or "fork"."""
-    for known in BREAKS:
-        if value == known:
-            return known
+    """Return the value. Raises BadRequest that names `param` unless it is "strict" or "fork"."""
+    for policy in BREAKS:
+        if value == policy:
+            return policy
     raise BadRequest(f"{param} is {value!r}: expected {' or '.join(BREAKS)}", param=param.lower())

@@ -1,4 +1,4 @@
-"""Encodes the turns of a session for database rows, and decodes them."""
+"""Encoding of a session's turns for database rows, and decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Experts(msgspec.Struct, array_like=True):
 
 
 class _Turn(msgspec.Struct, array_like=True):
-    """A node; `twin` is an earlier one with the same request, whose prompt is not repeated."""
+    """A node; `twin` is an earlier one of the same request, whose prompt is not repeated."""
 
     parent: int | None
     twin: int | None
@@ -58,17 +58,17 @@ _TURN = msgspec.msgpack.Decoder(_Turn)
 
 
 def dump_turn(node: Node, twin: Node | None) -> bytes:
-    """One turn for a row of its own; `twin` is the one it shares its prompt with."""
+    """Encode one turn for its own row; `twin` is the turn it shares its prompt with."""
     return msgspec.msgpack.encode(_turn(node, None if twin is None else twin.index))
 
 
 def load_turns(
     rows: Iterable[bytes], before: Sequence[Node] = ()
 ) -> list[tuple[Node, Node | None]]:
-    """The nodes of turns stored one by one, in order, each with the one it shares its prompt with.
+    """Return the nodes of turns stored one by one, in order, each with its twin, if any.
 
-    `before` are the nodes of the turns before them. Raises BadRequest when they are not the turns
-    of a session.
+    `before` are the nodes of the earlier turns. Raises BadRequest if they are not the turns of a
+    session.
     """
     try:
         return _linked((_TURN.decode(row) for row in rows), before)

@@ -1,8 +1,8 @@
-"""The ledger of a session: every prompt starts with the exact ids before it, or says why not.
+"""Ledger of a session: every prompt starts with the exact ids before it, or records why not.
 
-`plan` finds the longest stored history of a request and gives its ids and the bridge to the new
-messages. `commit` stores the turn that was sampled, whole or not at all. No HTTP, no engine: the
-client and the gateway both stand on it.
+`plan` finds the longest stored history of a request and returns its ids and the bridge to the new
+messages. `commit` stores the sampled turn, whole or not at all. It has no HTTP and no engine: the
+client and the gateway both use it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ MadeTurn = tuple[Node, Node | None]
 class Ledger:
     """The turns of one session.
 
-    `breaks="strict"` raises PrefixBreak where append only is impossible, "fork" starts a new
-    branch. Either way the break is counted in `break_counts`, once, and logged once; `on_break`
-    is told its key and cause. `nbytes` is about what the session holds in memory.
+        ledger = Ledger(renderer)
+        plan = ledger.plan([{"role": "user", "content": "Reverse: 40213"}])
+        node = ledger.commit(plan, completion, {"role": "assistant", "content": "31204"})
+
+    `breaks="strict"` raises PrefixBreak where append-only is impossible, "fork" starts a new
+    branch. Both count the break in `break_counts` and log it, once; `on_break` receives its key and
+    cause. `nbytes` estimates the memory of the session.
     """
 
     def __init__(self, renderer: Renderer, *, breaks: Breaks = CLIENT_BREAKS) -> None:
@@ -72,7 +76,7 @@ class Ledger:
         self._recorded: set[bytes] = set()
 
     def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> PromptPlan:
-        """The prompt for these messages.
+        """Return the prompt for these messages.
 
         Raises BadRequest for messages that cannot be read or add nothing new, and, with
         breaks="strict", PrefixBreak with its cause.
@@ -89,30 +93,31 @@ class Ledger:
         breaks: Breaks | None = None,
         lazy: bool = False,
     ) -> PromptPlan:
-        """`plan`, with tokenizing that takes long off the event loop; it raises the same.
+        """Plan as `plan` does, with large requests off the event loop; raise as it does.
 
-        `renderer` and `breaks` take the place of the ledger's own for this one request. With
-        `lazy` the ids may stay JSON (LazyIds), and the messages are as decoding JSON gave them,
-        for a caller that forwards both.
+        `renderer` and `breaks` replace the ledger's own for this request. With `lazy` the ids may
+        stay JSON (LazyIds), and the messages are as decoded from JSON, for a caller that forwards
+        both.
         """
         renderer = renderer or self.renderer
-        known = self.read_history.known(messages) if lazy else UNREAD
-        large = is_large_history(messages, tools, len(known.plain))
+        cached = self.read_history.known(messages) if lazy else UNREAD
+        large = is_large_history(messages, tools, len(cached.plain))
         # A copy: turns may be committed while a thread reads, and count from the next plan.
         roots = self.roots[:] if large else self.roots
-        request = await off_loop(large, read_request, roots, messages, tools, known)
+        request = await off_loop(large, read_request, roots, messages, tools, cached)
         if lazy:
-            self.read_history.keep(known.json, request.messages, request.history)
+            self.read_history.keep(cached.json, request.messages, request.history)
         plan = light_prompt(request, renderer)
         if plan is None:
             plan = await off_loop(True, find_prompt, request, self.roots[:], renderer)
         return self._settle(plan, breaks or self.breaks, lazy=lazy)
 
     def plan_ids(self, prompt_ids: Sequence[int], *, breaks: Breaks | None = None) -> PromptPlan:
-        """Where a turn with a prompt of ids belongs: after the longest stored turn it begins with.
+        """Return where a turn with a prompt of ids belongs: after the longest stored turn it begins
+        with.
 
-        Raises PrefixBreak with breaks="strict" when the ids go on behind a stored prompt with
-        something that was not sampled there, and BadTokenId for what can be no id.
+        Raises PrefixBreak with breaks="strict" if the ids continue a stored prompt with other
+        tokens than those sampled there, and BadTokenId for invalid ids.
         """
         try:
             ids = array(IDS, prompt_ids)
@@ -144,9 +149,9 @@ class Ledger:
         )
 
     def continue_(self, node: Node) -> PromptPlan:
-        """The prompt that goes on, token for token, where an aborted turn stopped.
+        """Return the prompt that continues an aborted turn token for token.
 
-        Raises Conflict when the turn was not aborted.
+        Raises Conflict if the turn was not aborted.
         """
         self._check_mine(node)
         if node.finish != "abort":
@@ -167,18 +172,18 @@ class Ledger:
         )
 
     def commit(self, plan: PromptPlan, completion: Completion, message: Any) -> Node:
-        """Stores the sampled turn with the assistant message (or Reply) that was handed on for it.
+        """Store the sampled turn with the assistant message (or Reply) that was returned for it.
 
-        Nothing is stored unless everything fits. Raises Misaligned when the completion is not of
-        this plan's prompt, BadExperts when its rows do not cover the turn.
+        Nothing is stored unless everything fits. Raises Misaligned if the completion does not
+        belong to this plan's prompt, BadExperts if its rows do not cover the turn.
         """
         (node,) = self.commit_all(plan, [(completion, message)])
         return node
 
     def commit_all(self, plan: PromptPlan, choices: Iterable[tuple[Completion, Any]]) -> list[Node]:
-        """Stores the choices of one request as sibling branches: all of them, or none.
+        """Store the choices of one request as sibling branches: all of them, or none.
 
-        Raises what `commit` raises.
+        Raises as `commit` does.
         """
         made = self.make_turns(plan, choices)
         self.add_turns(made)
@@ -187,8 +192,9 @@ class Ledger:
     def make_turns(
         self, plan: PromptPlan, choices: Iterable[tuple[Completion, Any]], *, after: int = 0
     ) -> list[MadeTurn]:
-        """The turns that `commit_all` would store, with `after` others before them; none is stored
-        yet. Each comes with the turn it shares its prompt with. Raises what `commit` raises."""
+        """Return the turns that `commit_all` would store, with `after` others before them, without
+        storing them; each with the turn it shares its prompt with. Raises as `commit` does.
+        """
         made: list[MadeTurn] = []
         index = len(self.nodes) + after
         for completion, message in choices:
@@ -196,7 +202,7 @@ class Ledger:
         return made
 
     def add_turns(self, made: Iterable[MadeTurn]) -> None:
-        """Stores turns, in order; those that were stored already are passed over."""
+        """Store turns in order, skipping those that are stored already."""
         for node, twin in made:
             if node.index >= len(self.nodes):
                 self._add(node, twin)
@@ -204,8 +210,9 @@ class Ledger:
     def extend(
         self, turns: Sequence[bytes], start: int, recorded: Iterable[tuple[bytes, str]]
     ) -> None:
-        """Takes in turns, from number `start` on, and breaks that others have stored meanwhile;
-        what is here already is passed over. Raises BadRequest for what are no turns."""
+        """Add turns, from number `start` on, and breaks that other gateways have stored meanwhile,
+        skipping those already here. Raises BadRequest for invalid turns.
+        """
         self.add_turns(codec.load_turns(turns[len(self.nodes) - start :], self.nodes))
         for key, cause in recorded:
             if key not in self._recorded:
@@ -220,7 +227,9 @@ class Ledger:
         message: Any,
         made: Sequence[MadeTurn],
     ) -> MadeTurn:
-        """The node of a choice after those already made, and the one it shares its prompt with."""
+        """Return the node of a choice after those already made, and the one it shares its prompt
+        with.
+        """
         parent = plan.parent
         if parent is not None:
             self._check_mine(parent)
@@ -238,7 +247,7 @@ class Ledger:
             twin: Node | None = made[0][1] or made[0][0]
         else:
             siblings = self.siblings(parent)
-            twin = next((each for each in siblings if _is_twin(each, plan, prompt)), None)
+            twin = next((sibling for sibling in siblings if _is_twin(sibling, plan, prompt)), None)
         node = Node(
             index=index,
             parent=parent,
@@ -272,7 +281,7 @@ class Ledger:
         return node, twin
 
     def siblings(self, parent: Node | None) -> list[Node]:
-        """The turns that follow this one; for None those that open the session."""
+        """Return the turns that follow this one; for None, those that open the session."""
         return parent.children if parent is not None else self.roots
 
     def samples(
@@ -283,23 +292,23 @@ class Ledger:
         kinds: Iterable[str] | None = None,
         weights: str | None = None,
     ) -> list[Sample]:
-        """The samples of every branch, in the order in which the branches ended.
+        """Return the samples of every branch, in the order in which the branches ended.
 
-        A branch that mixes logprob modes, temperatures or adapters is split into one for each.
-        Tokens of an aborted turn that nobody continued are masked out, unless `train_aborted`; and
-        so are, with `dedupe`, tokens that an earlier sample trains (`trained_in`). `kinds` leaves
-        out branches of other kinds, and `weights` sets how much samples count (see `weighted`).
-        Raises BadRequest for kinds and weights that there are not.
+        A branch that mixes logprob modes, temperatures or adapters is split into several samples.
+        Tokens of an aborted turn that was not continued are masked, unless `train_aborted`; with
+        `dedupe`, so are tokens that an earlier sample trains (`trained_in`). `kinds` selects
+        branches by kind, and `weights` sets the weights of samples (see `weighted`). Raises
+        BadRequest for unknown kinds and weights.
         """
         return branch_samples(
             self.nodes, train_aborted=train_aborted, dedupe=dedupe, kinds=kinds, weights=weights
         )
 
     def sample(self, node: Node, *, train_aborted: bool = False) -> Sample:
-        """The one sample of the branch that ends with this turn, whatever other branches train,
-        and without its lineage.
+        """Return the one sample of the branch that ends with this turn, whatever other branches
+        train, without its lineage.
 
-        Raises Conflict where the branch mixes logprob modes, temperatures or adapters.
+        Raises Conflict if the branch mixes logprob modes, temperatures or adapters.
         """
         self._check_mine(node)
         return branch_sample(node.path(), train_aborted=train_aborted)
@@ -308,21 +317,24 @@ class Ledger:
     def from_turns(
         cls, turns: Iterable[bytes], recorded: Iterable[tuple[bytes, str]], renderer: Renderer
     ) -> Ledger:
-        """The session of turns stored one by one (`turn_bytes`) and the breaks of `on_break`.
+        """Restore a session from turns stored one by one (`turn_bytes`) and the breaks of
+        `on_break`.
 
-        Raises BadRequest when they are not the turns of a session.
+        Raises BadRequest if they are not the turns of a session.
         """
-        known = list(recorded)
+        breaks = list(recorded)
         ledger = cls(renderer)
         ledger._restore(
-            codec.load_turns(turns), Counter(cause for _, cause in known), {key for key, _ in known}
+            codec.load_turns(turns),
+            Counter(cause for _, cause in breaks),
+            {key for key, _ in breaks},
         )
         return ledger
 
     def turn_bytes(self, node: Node) -> bytes:
-        """One turn as msgpack, without the prompt that it shares with an earlier one."""
+        """Return one turn as msgpack, without the prompt that it shares with an earlier one."""
         siblings = self.siblings(node.parent)
-        owner = next((each for each in siblings if each.prompt is node.prompt), node)
+        owner = next((sibling for sibling in siblings if sibling.prompt is node.prompt), node)
         return codec.dump_turn(node, None if owner is node else owner)
 
     def _restore(
@@ -343,7 +355,8 @@ class Ledger:
 
     def _settle(self, plan: PromptPlan, breaks: Breaks, *, lazy: bool = False) -> PromptPlan:
         """Return the plan with all ids of its prompt; a break is recorded here, on the caller's
-        thread. Raises PrefixBreak for one in a strict session."""
+        thread. Raises PrefixBreak for one in a strict session.
+        """
         if (cause := plan.cause) is not None:
             history = plan.new_messages
             self._record(cause, repr(history).encode(errors="surrogatepass"), plan.matched.node)
@@ -362,7 +375,7 @@ class Ledger:
         return replace(plan, prompt_ids=whole)
 
     def _record(self, cause: Cause, request: bytes, node: Node | None) -> None:
-        """Counts and logs a break once, however often the same request is tried."""
+        """Count and log a break once, however often the same request is retried."""
         basis = f"{cause} {node.index if node is not None else -1} ".encode()
         key = blake2b(basis + request, digest_size=16).digest()
         if key not in self._recorded:
@@ -389,7 +402,7 @@ def _check_prompt(planned: Sequence[int], sent: Sequence[int]) -> None:
 
 
 def _is_twin(node: Node, plan: PromptPlan, prompt: array[int]) -> bool:
-    """Whether the turn is of the same request, so that its prompt need be kept only once."""
+    """Return whether the turn belongs to the same request, so that its prompt is kept only once."""
     return (
         node.continues == plan.continues
         and node.by_ids == plan.by_ids

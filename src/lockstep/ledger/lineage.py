@@ -1,8 +1,8 @@
-"""What each branch of a session is, which branch it came from, and how that is known.
+"""Kind and parent of each branch of a session, with the evidence for both.
 
-Turns go on in the branch of the turn before them. A turn that does not opens a branch, whose kind
-is read from what the harness said (`Origin`), then from the tree and the ids of tool calls. What
-none of these tell is `unknown`.
+A turn belongs to the branch of the previous turn. Otherwise it opens a branch, whose kind is read
+from what the harness sent (`Origin`), then from the tree and the ids of tool calls. Without any
+evidence the kind is `unknown`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ PARENT_HEADERS = {
     "opencode": "x-parent-session-id",
 }
 REPEATS_ONLY_RETRIES = {"codex", "claude-code", "opencode", "qwen-code"}
-"""Harnesses that send an equal prompt again only because they gave up the attempt before."""
+"""Harnesses that resend an equal prompt only because they discarded the previous attempt."""
 ALWAYS_WITH_TOOLS = {"claude-code", "opencode", "qwen-code"}
-"""Harnesses whose calls without tools are side calls, where the same agent has tools otherwise."""
+"""Harnesses whose calls without tools are side calls if the same agent has tools otherwise."""
 SIDE_KINDS = ("auxiliary", "retry")
 RECENT = 64
-"""How many turns back the call that started a sub-agent is looked for."""
+"""Number of turns to search backwards for the call that started a sub-agent."""
 LONG_TASK = 12
-"""Characters from which a task is recognised at the end of a message, not only as all of it."""
+"""Minimum length of a task that is recognised at the end of a message, not only as all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A branch of a session. `number` is the index of its first own turn, `parent` that of the
-    branch it came from; a compaction's parent is the branch that it replaced."""
+    branch it came from; a compaction's parent is the branch it replaced.
+    """
 
     number: int
     last: Node
@@ -46,21 +47,23 @@ class Branch:
     harness: str
 
     def owns(self, turn: Node) -> bool:
-        """Whether a turn on the path to `last` is of this branch, and not of one before it."""
+        """Return whether a turn on the path to `last` belongs to this branch, not to an earlier
+        one.
+        """
         return turn.index >= self.number
 
 
 def find_branches(nodes: Sequence[Node]) -> list[Branch]:
-    """The branches of a session, given all its turns by index.
+    """Return the branches of a session, given all its turns by index.
 
-    They are in the order in which they began, side calls and discarded attempts last.
+    They are ordered by their start, with side calls and discarded attempts last.
     """
     return _Lineage(nodes).branches()
 
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """A branch while it is read; `last` is its latest turn so far."""
+    """A branch under construction; `last` is its latest turn so far."""
 
     first: Node
     last: Node
@@ -91,7 +94,7 @@ class _Lineage:
         for line in self._lines:
             if line.parent is None and line.kind not in ("main", "unknown"):
                 above = self._later_parent(line)
-                # Whatever ids a client sends, nothing comes from itself.
+                # Whatever ids a client sends, a branch never descends from itself.
                 if above is not line and above is not None and line not in _above(above):
                     line.parent = above
 
@@ -126,7 +129,9 @@ class _Lineage:
                     self._by_call[call.id] = line
 
     def _heir(self, line: _Line, node: Node | None) -> Node | None:
-        """The turn that goes on in the branch of this one: of several the first that went on."""
+        """Return the turn that continues this one's branch: the first of several with a
+        continuation.
+        """
         if node is None or node is not line.last:
             return None
         going = [
@@ -137,13 +142,13 @@ class _Lineage:
             and _origin(child).window == _origin(node).window
             and (line.kind == "auxiliary" or not self._side(child))
         ]
-        # An aborted turn is whole only together with what resumed it.
+        # An aborted turn is complete only together with its continuation.
         return max(
             going, key=lambda child: (child.continues, child.index in self._children), default=None
         )
 
     def _thrown(self, siblings: Sequence[Node]) -> Iterator[Node]:
-        """The attempts that were made again, and not gone on with, of turns with one prompt."""
+        """Return the discarded attempts among turns with the same prompt."""
         groups: dict[int, list[Node]] = {}
         for node in siblings:
             if not node.continues and not node.by_ids:
@@ -155,8 +160,8 @@ class _Lineage:
                     attempts.setdefault(node.request_id, []).append(node)
             if len(attempts) < 2:
                 continue
-            kept = [name for name in attempts if self._any_gone_on(attempts[name])]
-            chosen = kept or [list(attempts)[-1]]
+            continued = [name for name in attempts if self._any_gone_on(attempts[name])]
+            chosen = continued or [list(attempts)[-1]]
             for name, nodes in attempts.items():
                 if name not in chosen:
                     yield from nodes
@@ -165,7 +170,7 @@ class _Lineage:
         return any(node.index in self._children for node in nodes)
 
     def _side(self, node: Node) -> str:
-        """The evidence that a call is beside the conversation; empty when there is none."""
+        """Return the evidence that a call is a side call; empty without any."""
         origin = _origin(node)
         if origin.side:
             return origin.side_evidence or origin.side
@@ -178,7 +183,7 @@ class _Lineage:
         return ""
 
     def _opened(self, node: Node, before: _Line | None) -> tuple[Kind, str, _Line | None]:
-        """What a branch is that begins with this turn, whose history is in the branch `before`."""
+        """Classify a branch that begins with this turn, whose history is in the branch `before`."""
         origin = _origin(node)
         if node.index in self._discarded:
             return "retry", "the same prompt was sent again, and this answer not used", before
@@ -207,7 +212,9 @@ class _Lineage:
         return "unknown", "no id, no shared history", None
 
     def _replaced(self, node: Node, own: _Line) -> str:
-        """The evidence that this turn goes on behind a summary of that branch; empty for none."""
+        """Return the evidence that this turn follows a summary of that branch; empty without
+        any.
+        """
         window, before = _origin(node).window, _origin(own.last).window
         if window and before and window != before:
             return "header x-codex-window-id"
@@ -219,15 +226,15 @@ class _Lineage:
             if _origin(line.first).side == "compaction":
                 return f"it follows the summary of turn {line.last.index}"
             if line.kind == "compaction":
-                break  # that summary was followed already
+                break  # that summary was already followed
         return ""
 
     def _task(self, node: Node) -> tuple[str, _Line] | None:
-        """The call, and its branch, whose argument is what this conversation begins with."""
+        """Return the call, and its branch, whose argument is the start of this conversation."""
         question = next((m.content for m in reversed(node.new_messages) if m.role == "user"), "")
         for earlier in reversed(self._nodes[max(0, node.index - RECENT) : node.index]):
             line = self._of[earlier.index]
-            # Not only the last turn of its branch: an agent may go on while its child works.
+            # Not only the last turn of its branch: an agent may continue while its child works.
             if not line.works:
                 continue
             for call in earlier.reply.tool_calls:
@@ -237,7 +244,7 @@ class _Lineage:
         return None
 
     def _recent_line(self, node: Node) -> _Line | None:
-        """The branch whose calls this history holds, or else the latest of the same agent."""
+        """Return the branch whose calls this history contains, or else the same agent's latest."""
         for message in reversed(node.new_messages):
             for call in message.tool_calls:
                 if (line := self._by_call.get(call.id)) is not None:
@@ -245,7 +252,7 @@ class _Lineage:
         return self._active(node) if _origin(node).agent else None
 
     def _active(self, node: Node) -> _Line | None:
-        """The branch that the same agent was last at."""
+        """Return the branch that the same agent used last."""
         lines = [line for line in self._lines if line.works and _who(line.last) == _who(node)]
         return max(lines, key=lambda line: line.last.index, default=None)
 
@@ -257,14 +264,20 @@ class _Lineage:
         return next((line for line in self._lines if line.kind == "main"), None)
 
     def _later_parent(self, line: _Line) -> _Line | None:
-        """The parent of a branch that was sent before it: a title, or what parallel calls do."""
+        """Return the parent of a branch that was sent before it: a title, or one of parallel
+        calls.
+        """
         parent = _origin(line.first).parent
         if line.kind == "subagent" and parent:
             return self._line_of_agent(parent)
         if line.works:
             return None
-        same = [each for each in self._lines if each.works and _who(each.first) == _who(line.first)]
-        return min(same, key=lambda each: each.first.index, default=None) or self._main()
+        same = [
+            candidate
+            for candidate in self._lines
+            if candidate.works and _who(candidate.first) == _who(line.first)
+        ]
+        return min(same, key=lambda candidate: candidate.first.index, default=None) or self._main()
 
 
 def _origin(node: Node) -> Origin:
@@ -281,7 +294,7 @@ def _parent_index(node: Node) -> int | None:
 
 
 def _is_retry(first: Node, node: Node) -> bool:
-    """Whether a turn with the same prompt as another is that turn made again."""
+    """Return whether a turn with the same prompt as another is a repetition of it."""
     origin = _origin(node)
     if _who(first) != _who(node):
         return False

@@ -1,4 +1,4 @@
-"""Finds the next prompt: the stored ids of the longest known history, and a bridge to the rest."""
+"""Search for the next prompt: the ids of the longest stored history, and a bridge to the rest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PromptPlan:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A request in two forms, to render and to compare, and the stored turns it begins with."""
+    """A request in the forms to render and to compare, and the stored turns it begins with."""
 
     messages: list[Plain]
     tools: list[Plain] | None
@@ -78,14 +78,14 @@ def read_request(
     roots: Sequence[Node],
     messages: Iterable[Any],
     tools: Iterable[Any] | None,
-    known: ReadMessages = UNREAD,
+    cached: ReadMessages = UNREAD,
 ) -> TurnRequest:
-    """The request to match; the first messages are `known`, and not read again.
+    """Return the request to match; the `cached` first messages are not read again.
 
     Raises BadRequest for messages that cannot be read, or add nothing.
     """
-    plain, specs = plain_messages(messages, known.plain), plain_tools(tools)
-    history = (*known.history, *map(canonical, plain[len(known.history) :]))
+    plain, specs = plain_messages(messages, cached.plain), plain_tools(tools)
+    history = (*cached.history, *map(canonical, plain[len(cached.history) :]))
     key = canonical_tools(specs)
     match = longest((root for root in roots if root.tools == key), history)
     if match.length == len(history):
@@ -98,8 +98,9 @@ def read_request(
 
 
 def _with_stored_reply(history: tuple[Message, ...], match: Match) -> tuple[Message, ...]:
-    """The history with the reply that was stored in the place of one that says exactly the same:
-    it is in memory once, and the next turn need not compare them again."""
+    """Return the history with the stored reply in place of an equal one, so that it is in memory
+    once and the next turn does not compare them again.
+    """
     if match.node is None or match.node.reply != history[match.length - 1]:
         return history
     return (*history[: match.length - 1], match.node.reply, *history[match.length :])
@@ -157,7 +158,7 @@ def light_prompt(request: TurnRequest, renderer: Renderer) -> PromptPlan | None:
 
 
 def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, Match]:
-    """Whether the request claims turns that this session did not sample, or not that way."""
+    """Return whether the request contains turns that this session did not sample in that way."""
     match = request.match
     if not has_assistant(request.history[match.length :]):
         return None, match
@@ -170,9 +171,9 @@ def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, 
 
 
 def _imported(history: Sequence[Message], roots: Sequence[Node]) -> bool:
-    """Whether its assistant turns came from outside: examples that open a conversation.
+    """Return whether its assistant turns came from outside: examples that open a conversation.
 
-    They did when nothing is stored yet, and when a conversation was opened with the same before.
+    They did if nothing is stored yet, or if an earlier conversation opened with the same ones.
     """
     last = max(at for at, message in enumerate(history) if message.role == "assistant")
     opening = history[: last + 1]
@@ -187,7 +188,7 @@ def _imported(history: Sequence[Message], roots: Sequence[Node]) -> bool:
 def _extended(
     request: TurnRequest, node: Node, renderer: Renderer
 ) -> tuple[list[int] | None, Cause | None]:
-    """What follows the stored ids, or the cause that there is no such thing."""
+    """Return the ids after the stored ones, or the cause why there is no exact continuation."""
     dropped = False
     if renderer.thinking == "template":
         ids = node.ids().tolist()
@@ -216,7 +217,7 @@ def _extended(
 
 
 def _restored(request: TurnRequest, node: Node) -> list[Plain]:
-    """The messages with the reasoning that the client did not send back."""
+    """Return the messages with the reasoning that the client did not send back."""
     restored = list(request.messages)
     for at, stored in enumerate(node.messages()):
         if stored.reasoning and "reasoning_content" not in restored[at]:

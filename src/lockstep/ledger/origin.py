@@ -1,4 +1,4 @@
-"""What a harness says about itself with a request: the facts that lineage is found from."""
+"""Facts that a harness sends about itself with a request, from which lineage is derived."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Side = Literal["", "compaction", "memory", "other"]
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Who made a request, as its headers and wording say; empty where they do not.
+    """Origin of a request according to its headers and wording; empty where they do not tell.
 
-    `agent` is the id of the agent, thread or session of the harness, `parent` that of the agent
-    that started it, `forked_from` that of which its history is a copy, `window` the context window
-    that a compaction changes. `side` marks a call that is no turn of the conversation, and
-    `side_evidence` is how that is known. `retries` is what the client itself counted.
+    `agent` is the id of the harness's agent, thread or session, `parent` that of the agent that
+    started it, `forked_from` that of the agent whose history it copied, `window` the context window
+    that a compaction changes. `side` marks a call outside the conversation, and `side_evidence`
+    says how that was determined. `retries` is the client's own count.
     """
 
     harness: str = ""
@@ -29,4 +29,4 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 
 NOWHERE = Origin()
-"""The origin of a turn about which nothing was said."""
+"""Origin of a turn without any information."""

@@ -1,4 +1,4 @@
-"""The tree of turns of a session: each node holds only what its turn added."""
+"""Tree of the turns of a session: each node holds only what its turn added."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, Version
 from lockstep.tokens.errors import BadExperts
 
 IDS = "i"
-"""Token ids as 32-bit integers."""
+"""Type code of token ids: 32-bit integers."""
 LOGPROBS = "d"
-"""Logprobs as the doubles they came as: a trainer gets the engine's bits."""
+"""Type code of logprobs: doubles, as received, so that a trainer gets the engine's bits."""
 PER_NODE = 1200
-"""About what a node costs beside its arrays and texts; for the accounting only."""
+"""Estimated bytes of a node besides its arrays and texts; for the accounting only."""
 PER_ORIGIN = 600
-"""About what the ids and names of an origin cost; for the accounting only."""
+"""Estimated bytes of the ids and names of an origin; for the accounting only."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Node:
-    """One turn: the ids of its prompt, the ids that were sampled, and where they came from.
+    """One turn: the ids of its prompt, the sampled ids, and their provenance.
 
-    `tool_parse_error` says what was wrong with a tool call of the reply, `stop_tokens` how many of
-    the last ids hold the stop string `stop_reason`. A turn `by_ids` had a prompt of ids, whose
-    messages nobody knows: it is found by its ids, never by messages. `notes` is JSON of what the
-    client said about the turn: a user, metadata. `origin` is what its harness said about itself.
+    `tool_parse_error` is the error of a tool call of the reply, `stop_tokens` how many of the last
+    ids contain the stop string `stop_reason`. A turn `by_ids` had a prompt of ids, whose messages
+    are unknown: it is matched by its ids, never by messages. `notes` is the client's annotation as
+    JSON: a user, metadata. `origin` is what its harness sent about itself.
 
     `new_messages` and `prompt` are shared between turns of the same request. `continues` marks a
-    turn that goes on where its parent was aborted: its `reply` takes the parent's place.
+    turn that continues its aborted parent: its `reply` replaces the parent's.
     """
 
     index: int
@@ -67,7 +67,7 @@ class Node:
 
     @property
     def sampled_start(self) -> int:
-        """The position of the first sampled id."""
+        """Position of the first sampled id."""
         return self.start + len(self.prompt)
 
     @property
@@ -75,14 +75,14 @@ class Node:
         return self.sampled_start + len(self.sampled)
 
     def path(self) -> list[Node]:
-        """The turns from the root to this one."""
+        """Return the turns from the root to this one."""
         nodes: list[Node] = [self]
         while (above := nodes[-1].parent) is not None:
             nodes.append(above)
         return nodes[::-1]
 
     def ids(self) -> array[int]:
-        """Every id from the first prompt to the last sampled token."""
+        """Return every id from the first prompt to the last sampled token."""
         joined = array(IDS)
         for node in self.path():
             joined += node.prompt
@@ -90,7 +90,7 @@ class Node:
         return joined
 
     def messages(self) -> tuple[Message, ...]:
-        """The conversation up to and with this reply."""
+        """Return the conversation up to and including this reply."""
         messages: list[Message] = []
         for node in self.path():
             if node.continues:
@@ -101,9 +101,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The assistant message of a turn, and what is wrong with a tool call that stayed text.
+    """Assistant message of a turn, and the error of a tool call that stayed text.
 
-    `notes` is what the client said about the turn, `origin` what its harness said about itself.
+    `notes` is the client's annotation of the turn, `origin` what its harness sent about itself.
     """
 
     message: Any
@@ -114,21 +114,21 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The stored turn whose conversation is the longest beginning of another."""
+    """The stored turn whose conversation is the longest prefix of another."""
 
     node: Node | None = None
     length: int = 0
 
 
 def longest(roots: Iterable[Node], messages: Sequence[Message]) -> Match:
-    """The longest stored history; among equals the latest turn."""
+    """Return the longest stored history; among equals, the latest turn."""
     best, best_length, end = None, 0, len(messages)
     waiting = [(root, 0) for root in roots]
     while waiting:
         node, at = waiting.pop()
         if node.by_ids or not starts_with(messages, node.new_messages, at):
             continue
-        # Where the reply of this node would stand. One that was stored here is the same object.
+        # Position of this node's reply. A reply that was stored here is the same object.
         spoken = at + len(node.new_messages)
         fits = spoken < end and (
             node.reply is messages[spoken] or same(node.reply, messages[spoken])
@@ -144,9 +144,10 @@ def longest(roots: Iterable[Node], messages: Sequence[Message]) -> Match:
 
 
 def longest_by_ids(roots: Sequence[Node], ids: array[int]) -> tuple[Node | None, bool]:
-    """The latest of the deepest turns whose ids `ids` begins with, and whether `ids` claims more.
+    """Return the latest of the deepest turns whose ids `ids` begins with, and whether `ids` differs
+    from what was sampled.
 
-    It does when it goes on behind a stored prompt with something else than what was sampled there.
+    It does if it continues a stored prompt with other tokens than those sampled there.
     """
     best: Node | None = None
     below = list(roots)
@@ -166,7 +167,7 @@ def _continued_by(node: Node, ids: array[int]) -> bool:
 
 
 def _holds(ids: array[int], at: int, part: array[int]) -> bool:
-    """Whether `part` stands at that place; the ends are compared first, as most differ there."""
+    """Return whether `part` is at that position; the ends are compared first: most differ there."""
     end = at + len(part)
     if not part or len(ids) < end:
         return not part
@@ -174,7 +175,7 @@ def _holds(ids: array[int], at: int, part: array[int]) -> bool:
 
 
 def cost(node: Node, twin: Node | None) -> int:
-    """The bytes that this node adds; what it shares with a twin is counted there."""
+    """Return the bytes that this node adds; what it shares with a twin is counted there."""
     own = 12 * len(node.sampled) + text_size(node.reply) + len(node.notes) + PER_NODE
     if node.origin is not None:
         own += PER_ORIGIN
@@ -186,7 +187,7 @@ def cost(node: Node, twin: Node | None) -> int:
 
 
 def text_size(message: Message) -> int:
-    """About what a message takes, in characters and with what every message costs."""
+    """Estimate the size of a message in characters, including the overhead of a message."""
     text = len(message.content) + len(message.reasoning or "") + len(message.extra)
     return 200 + text + sum(100 + len(call.arguments) for call in message.tool_calls)
 
@@ -194,10 +195,10 @@ def text_size(message: Message) -> int:
 def own_experts(
     parent: Node | None, experts: RoutedExperts | None, start: int
 ) -> RoutedExperts | None:
-    """The rows that this turn adds, copied out of the response's buffer.
+    """Return the expert rows that this turn adds, copied out of the response's buffer.
 
-    The last token before the turn had no row yet: it was not forwarded then. Raises BadExperts
-    when rows are missing, or when the turn does not fit the turns before it.
+    The last token before the turn had no row yet, because it was not forwarded then. Raises
+    BadExperts if rows are missing, or if the turn does not fit the earlier turns.
     """
     before = parent.experts if parent is not None else None
     if parent is not None and (before is None) != (experts is None):

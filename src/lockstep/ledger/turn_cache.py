@@ -1,5 +1,7 @@
-"""What a session keeps of its last turn, so that the next one reads and encodes only what is new:
-the messages as they were read, and the prompt's ids as JSON."""
+"""Caches of a session's last turn, so that the next one reads and encodes only what is new.
+
+They hold the messages as read, and the prompt's ids as JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ from lockstep.render.messages import Message, Plain
 
 ENCODER = msgspec.json.Encoder()
 CHARACTERS = 1 << 20
-"""Of text up to which messages are written as JSON again: a millisecond."""
+"""Histories shorter than this are re-encoded (about 1 ms) instead of cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMessages:
-    """Messages that were read, to render and to compare. `json` is what they were read from,
-    without the closing bracket, and empty where that is not known."""
+    """Messages in the forms to render and to compare. `json` is their source without the closing
+    bracket, or empty if unknown.
+    """
 
     plain: tuple[Plain, ...] = ()
     history: tuple[Message, ...] = ()
@@ -31,8 +34,8 @@ class ReadMessages:
 class ReadHistory:
     """The messages of the last request of a session.
 
-    A client sends its history again with every turn, and most send it as it was. It is known by
-    its bytes and nothing less: where one differs, all of it is read and compared as ever.
+    A client sends its history again with every turn, mostly unchanged. It is recognised by its
+    bytes only: if one byte differs, all of it is read and compared again.
     """
 
     __slots__ = ("_kept",)
@@ -45,22 +48,23 @@ class ReadHistory:
         return len(self._kept.json)
 
     def known(self, messages: Iterable[Any]) -> ReadMessages:
-        """Those that these messages begin with, and the JSON of all. Messages must be as decoding
-        JSON gives them: other values may be written alike and not be the same."""
+        """Return the cached messages that these begin with, and the JSON of all. Messages must be
+        as decoded from JSON: other values may be encoded alike without being equal.
+        """
         json = _written(messages)
-        kept = self._kept
-        # A comma or the bracket: there the last message ends in both.
-        if kept.json and json.startswith(kept.json) and json[len(kept.json)] in b",]":
-            return ReadMessages(kept.plain, kept.history, json[:-1])
+        last = self._kept
+        # A comma or the bracket: the last message ends there in both.
+        if last.json and json.startswith(last.json) and json[len(last.json)] in b",]":
+            return ReadMessages(last.plain, last.history, json[:-1])
         return ReadMessages(json=json[:-1])
 
     def keep(self, json: bytes, plain: Iterable[Plain], history: tuple[Message, ...]) -> None:
-        """Keeps messages as they were read from that JSON."""
+        """Cache messages as read from that JSON."""
         self._kept = ReadMessages(tuple(plain), history, json) if json else ReadMessages()
 
 
 def _written(messages: Iterable[Any]) -> bytes:
-    """Empty for what is too much to be written here, or cannot be."""
+    """Return the messages as JSON; empty if they are too long or cannot be encoded."""
     if not isinstance(messages, list):
         return b""
     contents = [message.get("content") for message in messages if type(message) is dict]
@@ -69,11 +73,11 @@ def _written(messages: Iterable[Any]) -> bytes:
     try:
         return ENCODER.encode(messages)
     except (TypeError, ValueError, OverflowError, RecursionError):
-        return b""  # nothing that can be read, or half a surrogate pair: not for this to say
+        return b""  # unreadable, or half a surrogate pair: another check reports it
 
 
 class IdJsonCache:
-    """The JSON of the branch that was used last, without the closing bracket."""
+    """JSON of the branch that was used last, without the closing bracket."""
 
     __slots__ = ("_json", "_node")
 
@@ -86,7 +90,7 @@ class IdJsonCache:
         return len(self._json)
 
     def prompt(self, node: Node, added: list[int]) -> PlannedIds:
-        """The ids of all turns up to this one, and then those of `added`."""
+        """Return the ids of all turns up to this one, followed by those of `added`."""
         json = b"".join((self._upto(node), b",", ENCODER.encode(added)[1:]))
         return PlannedIds(json, node.end, added)
 
@@ -96,10 +100,10 @@ class IdJsonCache:
         while at is not None and at is not self._node:
             new.append(at)
             at = at.parent
-        # A branch that leaves the kept one, or begins anew, is written from its first id on.
+        # A branch that leaves the cached one, or starts over, is encoded from its first id on.
         parts = [self._json if at is not None else b""]
-        for each in reversed(new):
-            parts += (ENCODER.encode(ids.tolist())[1:-1] for ids in (each.prompt, each.sampled))
+        for turn in reversed(new):
+            parts += (ENCODER.encode(ids.tolist())[1:-1] for ids in (turn.prompt, turn.sampled))
         joined = b",".join(filter(None, parts))
         self._node, self._json = node, joined if joined.startswith(b"[") else b"[" + joined
         return self._json
