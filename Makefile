@@ -144,6 +144,7 @@ lint: $(VENV)/.ready
 	$(BIN)/python scripts/chat_fields.py --check
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/package_map.py --check
+	$(BIN)/python scripts/prose.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .

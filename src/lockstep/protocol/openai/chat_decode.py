@@ -57,7 +57,7 @@ MESSAGE_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "reasoning": ((str,), "text"),
     "reasoning_content": ((str,), "text"),
 }
-"""What the keys of a message hold; templates may know more keys than these."""
+"""Types of the keys of a message; templates may know more keys than these."""
 ROLES = ("user", "assistant", "tool", "system")
 NEUTRAL_STREAM: dict[str, tuple[object, ...]] = {
     "continuous_usage_stats": (False,),

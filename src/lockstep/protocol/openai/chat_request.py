@@ -126,7 +126,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the client said about the turn that changes nothing."""
+        """The client's annotations of the turn, which have no effect on it."""
         values = {name: getattr(self, name) for name in RECORDED}
         return {name: value for name, value in values.items() if value is not None}
 

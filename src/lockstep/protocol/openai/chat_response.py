@@ -114,7 +114,7 @@ class ChatCompletionBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResponseShape:
-    """What a response has to show, as its request says."""
+    """Fields that a response must show, as requested."""
 
     id: str
     model: str
@@ -162,7 +162,9 @@ def entries(
         return ChatLogprobs(content)
     content = []
     for token, logprob, others in zip(token_ids, logprobs, tops, strict=True):
-        top = [ChatTopLogprob(*named[one.token_id], one.logprob) for one in others[: shape.top]]
+        top = [
+            ChatTopLogprob(*named[other.token_id], other.logprob) for other in others[: shape.top]
+        ]
         content.append(ChatLogprob(*named[token], logprob, top))
     return ChatLogprobs(content)
 
@@ -233,7 +235,7 @@ def extension(
     worker: str | None,
     timing: Timing | None,
 ) -> NvextResponse:
-    """What was requested under nvext; `new_ids` are those since the chunk before."""
+    """Return the fields requested under nvext; `new_ids` are those since the previous chunk."""
     fields = shape.extra_fields
     return NvextResponse(
         worker_id=worker_id(worker) if "worker_id" in fields else None,

@@ -110,14 +110,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        kinds = {type(each) for each in prompt}
+        kinds = {type(item) for item in prompt}
         if kinds == {int}:
             ids: list[int] = prompt  # type: ignore[assignment]
             check_ids(ids, PLACES, "prompt")
             return [ids]
         if len(kinds) > 1:
             kind = type(prompt[0])
-            at = next(at for at, each in enumerate(prompt) if type(each) is not kind)
+            at = next(at for at, item in enumerate(prompt) if type(item) is not kind)
             raise BadRequest(
                 f"prompt[{at}] is a {type(prompt[at]).__name__}, but prompt[0] a {kind.__name__}: "
                 "prompts of one request are all texts, or all lists of ids",
@@ -127,9 +127,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
             raise BadTokenId(
                 f"prompt has {len(prompt)} entries: expected 1 to {MAX_PROMPTS}", param="prompt"
             )
-        for at, each in enumerate(prompt):
-            if isinstance(each, list):
-                check_ids(each, PLACES, f"prompt[{at}]")
+        for at, item in enumerate(prompt):
+            if isinstance(item, list):
+                check_ids(item, PLACES, f"prompt[{at}]")
         return list(prompt)  # type: ignore[arg-type]
 
     def sampling(self) -> Sampling:

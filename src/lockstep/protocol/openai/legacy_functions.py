@@ -25,7 +25,9 @@ def read_functions(request: ChatRequest) -> None:
                 param=f"functions[{at}]",
             )
     if request.functions:
-        request.tools = [{"type": "function", "function": each} for each in request.functions]
+        request.tools = [
+            {"type": "function", "function": definition} for definition in request.functions
+        ]
         request.parallel_tool_calls = False
     choice = request.function_call
     if isinstance(choice, dict):

@@ -71,7 +71,7 @@ class AdditionalToolsItem(_Item, tag="additional_tools"):
 
 
 class AgentMessageItem(_Item, tag="agent_message"):
-    """What one agent of Codex tells another."""
+    """A message from one Codex agent to another."""
 
     author: str
     recipient: str

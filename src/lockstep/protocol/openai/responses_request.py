@@ -114,10 +114,10 @@ def decode_responses(body: bytes) -> ResponsesRequest:
             f"max_output_tokens is {request.max_output_tokens}: expected at least 1",
             param="max_output_tokens",
         )
-    for each in request.include or ():
-        if each not in INCLUDES:
+    for name in request.include or ():
+        if name not in INCLUDES:
             raise UnsupportedField(
-                f"include holds {each!r}: only {', '.join(INCLUDES)} can be included here",
+                f"include holds {name!r}: only {', '.join(INCLUDES)} can be included here",
                 param="include",
             )
     if not request.input and request.previous_response_id is None:

@@ -98,5 +98,5 @@ def event(name: str, number: int, /, **fields: Any) -> bytes:
 
 def failure_of(error: LockstepError) -> Fields:
     """The error of a response that failed, by the codes that clients look for."""
-    known = {"busy": "rate_limit_exceeded", "prompt_too_long": CODES["prompt_too_long"]}
-    return {"code": known.get(error.code, "server_error"), "message": error.message}
+    codes = {"busy": "rate_limit_exceeded", "prompt_too_long": CODES["prompt_too_long"]}
+    return {"code": codes.get(error.code, "server_error"), "message": error.message}

@@ -136,11 +136,11 @@ class GenerateStreamDecoder:
         """The same for events that came together; each is checked before it is yielded."""
         for tokens in self.collect(events):
             for index, ids, values in tokens:
-                # Copies: what a choice collects must not grow in a delta that somebody keeps.
+                # Copies: a delta that the caller keeps must not grow with the choice.
                 yield StreamDelta(index, list(ids), list(values))
 
     def collect(self, events: Sequence[bytes | bytearray]) -> Iterator[list[Tokens]]:
-        """What each of the events brought, checked when it is taken. It raises what `feed` does.
+        """Yield the tokens of each event, checked when it is taken. Raises as `feed` does.
 
         For those who need no copies: the lists are still to grow.
         """
@@ -252,21 +252,21 @@ def _decode(extracted: ExtractedBody, reading: Reading) -> AnyResponse:
     return response
 
 
-def _extend(known: AnyLogprobs, new: AnyLogprobs) -> None:
+def _extend(collected: AnyLogprobs, new: AnyLogprobs) -> None:
     if new.content:
-        known.content = _joined(known.content, new.content)  # type: ignore[misc]
+        collected.content = _joined(collected.content, new.content)  # type: ignore[misc]
     if new.values:
-        known.values = _joined(known.values, new.values)
+        collected.values = _joined(collected.values, new.values)
     if new.ranks:
-        known.ranks = _joined(known.ranks, new.ranks)
+        collected.ranks = _joined(collected.ranks, new.ranks)
 
 
-def _joined(known: list[T] | None, new: list[T]) -> list[T]:
+def _joined(collected: list[T] | None, new: list[T]) -> list[T]:
     """`known` grown by `new`, in place."""
-    if known is None:
+    if collected is None:
         return new
-    known += new
-    return known
+    collected += new
+    return collected
 
 
 def _by_id(response: VllmResponse[BareLogprobEntry]) -> bool:
