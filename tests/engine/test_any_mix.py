@@ -169,6 +169,7 @@ def world(tiny: Path, tiny2: Path, lora_a: Path, lora_b: Path) -> World:
     return World(crowd, alone, (tiny, tiny2), (lora_a, lora_b))
 
 
+@pytest.mark.exact_arithmetic
 @settings(
     max_examples=60, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -120,6 +120,7 @@ async def test_every_choice_has_its_own_tokens(served: Served) -> None:
     assert "n is 2" in error["message"]
 
 
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F19")
 async def test_tool_calls_are_parsed_out_and_no_token_with_them(
     served: Served, renderer: Renderer
