@@ -86,7 +86,7 @@ class Campaign:
     async def run(self, sizes: tuple[int, ...], seconds: float, directory: Path) -> None:
         """Trials on each size of fleet, for its share of the time; at least one."""
         begun = monotonic()
-        with Progress("Faults", seconds, shown=not self.quiet) as progress:
+        with Progress("Faults", seconds, visible=not self.quiet) as progress:
             for size in sizes:
                 progress.say(f"{size} workers")
                 async with Cluster(size, directory / f"fleet-{size}") as cluster:

@@ -134,7 +134,7 @@ async def test_the_right_weights_are_proved_without_a_number_from_the_user(rig: 
 async def test_a_tiny_step_is_proved_by_what_the_worker_read(rig: Rig) -> None:
     async with rig.fleet() as (fleet, admin):
         admin.reads, admin.claims = rig.first, None  # it keeps the old weights
-        with pytest.raises(LockstepError, match="read other contents"):
+        with pytest.raises(LockstepError, match="read contents that differ from the checkpoint"):
             await fleet.update_weights(str(rig.tiny), version="tiny")
         admin.reads = None
         await fleet.update_weights(str(rig.tiny), version="tiny")

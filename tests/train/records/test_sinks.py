@@ -60,7 +60,7 @@ async def test_a_run_with_a_missing_sink_does_not_start(
 
     monkeypatch.setitem(sinks.MODULES, "wandb", ("no_such_module",))
     config = run_config(tmp_path / "run", sinks=["wandb"])
-    with pytest.raises(BadRequest, match="wandb is not installed"):
+    with pytest.raises(BadRequest, match="'wandb' is not installed"):
         await Trainer(config, "http://127.0.0.1:9", "http://127.0.0.1:9", "no-token").run()
     assert not (tmp_path / "run").exists()
 
