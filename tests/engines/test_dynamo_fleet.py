@@ -107,7 +107,7 @@ async def test_a_pinned_url_is_that_worker_or_an_error(dynamo: Deployment) -> No
         with pytest.raises(BadRequest, match="leave it out"):
             await one.generate(replace(REQUEST, nvext={"backend_instance_id": 7}))
     async with closing(await open_transport(pinned_url(dynamo.url, "123"), "dynamo")) as gone:
-        with pytest.raises(Unavailable, match="not known"):
+        with pytest.raises(Unavailable, match="does not list worker 123"):
             await gone.generate(REQUEST)
 
 
