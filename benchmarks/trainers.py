@@ -30,7 +30,7 @@ from benchmarks import peers, table
 from benchmarks.table import Row
 from benchmarks.trainer_tasks import TASKS
 
-SHORT_ROUNDS = 1
+SHORT_ROUNDS = 2
 DEFAULT = ("short",)
 """The tasks measured unless others are named: long and calc take 10 minutes more."""
 TOKEN = "benchmark"
