@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.train.losses.loss import TokenLoss
+from lockstep.train.losses.ratio import clipped_surrogate
 
 
 def gspo(
@@ -29,5 +30,4 @@ def gspo(
     ]
     # The value of the sequence's ratio, with the gradient of each token's own logprob.
     ratio = (torch.cat(means).detach() + logprobs - logprobs.detach()).exp()
-    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
-    return TokenLoss(-torch.minimum(ratio * advantages, clipped * advantages))
+    return TokenLoss(clipped_surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold))

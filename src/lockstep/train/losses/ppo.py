@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lockstep.train.losses.loss import TokenLoss
-from lockstep.train.losses.ratio import masked_ratio
+from lockstep.train.losses.ratio import clipped_surrogate, masked_ratio
 
 
 def ppo(
@@ -20,5 +19,4 @@ def ppo(
 ) -> TokenLoss:
     """-min(r * A, clip(r, low, high) * A)."""
     ratio = masked_ratio(logprobs, old_logprobs, token_mask)
-    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
-    return TokenLoss(-torch.minimum(ratio * advantages, clipped * advantages))
+    return TokenLoss(clipped_surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold))

@@ -44,3 +44,8 @@ def masked_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor
     """
     log_ratio = logprobs - old_logprobs
     return torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).exp()
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Return PPO's loss of each token, -min(r * A, clip(r, low, high) * A)."""
+    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
