@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineSpec:
     """The differences between engines, apart from the code of their drivers.
 
     Drivers: `transports` has those of the data side by the names that users give, `admin` is that
@@ -54,9 +54,9 @@ class Engine:
 
 _ENGINE_ROUTES = ("/engine/pause_generation", "/engine/resume_generation")
 
-ENGINES: Mapping[str, Engine] = MappingProxyType(
+ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
     {
-        "lockstep": Engine(
+        "lockstep": EngineSpec(
             title="Lockstep",
             transport="vllm",
             admin="lockstep.admin:LockstepAdmin",
@@ -65,14 +65,14 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             is_launched=True,
         ),
         # Before vllm: prime-rl's server is vLLM with routes of its own, and has vLLM's as well.
-        "prime-rl": Engine(
+        "prime-rl": EngineSpec(
             title="prime-rl",
             transport="vllm",
             admin="prime_rl.admin:PrimeAdmin",
             pause_routes=("/pause", "/resume"),
             control_route="/liveness",
         ),
-        "vllm": Engine(
+        "vllm": EngineSpec(
             title="vLLM",
             transport="vllm",
             transports={"vllm": "vllm.transport:VllmTransport"},
@@ -85,7 +85,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             install="scripts/install-vllm.sh, or set LOCKSTEP_VLLM_PYTHON",
             is_launched=True,
         ),
-        "dynamo": Engine(
+        "dynamo": EngineSpec(
             title="Dynamo",
             transport="dynamo",
             transports={
@@ -100,7 +100,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             package="ai-dynamo",
             install="scripts/install-dynamo.sh",
         ),
-        "sglang": Engine(
+        "sglang": EngineSpec(
             title="SGLang",
             transport="sglang",
             transports={"sglang": "sglang.transport:SglangTransport"},
@@ -138,7 +138,7 @@ def check_name(name: str, names: Iterable[str], param: str) -> str:
     return name
 
 
-def engine_of(transport: str) -> Engine:
+def engine_of(transport: str) -> EngineSpec:
     """Return the engine that a transport was written for."""
     return next(engine for engine in ENGINES.values() if transport in engine.transports)
 

@@ -5,8 +5,7 @@ async with Engine("tiny") as engine:
 """
 
 from lockstep.engine.config import EngineOptions, ModelConfig
-from lockstep.engine.core import PauseMode
 from lockstep.engine.engine import Engine
 from lockstep.engine.sequence import EngineRequest, StreamedToken
 
-__all__ = ["Engine", "EngineOptions", "EngineRequest", "ModelConfig", "PauseMode", "StreamedToken"]
+__all__ = ["Engine", "EngineOptions", "EngineRequest", "ModelConfig", "StreamedToken"]

@@ -39,11 +39,11 @@ from lockstep.tokens.errors import (
     PromptTooLong,
 )
 from lockstep.tokens.ids import check_ids
+from lockstep.tokens.operation import PauseMode
 
 if TYPE_CHECKING:
     from lockstep.engine.cuda.overlapped import OverlappedRunner
 
-PauseMode = Literal["abort", "wait", "keep"]
 State = Literal["running", "draining", "paused"]
 
 

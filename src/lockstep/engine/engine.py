@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.config import EngineOptions
-from lockstep.engine.core import Core, PauseMode
+from lockstep.engine.core import Core
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.block_shapes import shared_products_hold
@@ -26,6 +26,7 @@ from lockstep.models import bundled
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, Unavailable
 from lockstep.tokens.numerics import NumericsPlan
+from lockstep.tokens.operation import PauseMode
 from lockstep.tokens.versions import check_adapter_name, check_label
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.tinker_store import SamplerRecord, Store, now
+from lockstep.integrations.tinker.tinker_store import SamplerRecord, TinkerStore, now
 from lockstep.storage.desired_state import AdapterSpec, Desired
 from lockstep.tokens import Completion, Sampling, VersionSpan
 from lockstep.tokens.completion import Finish
@@ -79,7 +79,7 @@ class FewSlots:
 class Named:
     """Samplers of a store, by their ids."""
 
-    def __init__(self, store: Store, samplers: Samplers) -> None:
+    def __init__(self, store: TinkerStore, samplers: Samplers) -> None:
         self.samplers = samplers
         self.find = store.sampler
 
@@ -88,7 +88,7 @@ class Named:
 
 
 def made(tmp_path: Path, fleet: FewSlots) -> Named:
-    store = Store(tmp_path)
+    store = TinkerStore(tmp_path)
     for number in range(12):
         with store.writing_ephemeral(f"s{number}") as directory:
             (directory / "adapter_model.safetensors").write_bytes(b"")
@@ -215,7 +215,7 @@ async def test_adapters_of_an_earlier_process_are_adopted(tmp_path: Path) -> Non
     for number in range(SLOTS):
         await before.sample(f"s{number}", [1], Sampling())
     (Path(before.find("s2").directory or "") / "adapter_model.safetensors").unlink()
-    after = Named(Store(tmp_path), Samplers(cast("Fleet", fleet), "tiny", SLOTS))
+    after = Named(TinkerStore(tmp_path), Samplers(cast("Fleet", fleet), "tiny", SLOTS))
     await after.samplers.adopt()
     assert len(fleet.loaded) == SLOTS - 1, "deleted weights are held by no worker"
     await after.sample("s0", [1], Sampling())

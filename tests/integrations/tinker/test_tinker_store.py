@@ -13,7 +13,7 @@ from lockstep.integrations.tinker.tinker_store import (
     Kind,
     RunRecord,
     SamplerRecord,
-    Store,
+    TinkerStore,
     now,
 )
 from lockstep.tokens.errors import BadRequest, Conflict, NotFound
@@ -26,26 +26,26 @@ def checkpoint(name: str = "one", kind: Kind = "weights") -> CheckpointRecord:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "state")
+def store(tmp_path: Path) -> TinkerStore:
+    store = TinkerStore(tmp_path / "state")
     store.put_run(RunRecord(model_id=RUN, base_model="tiny", rank=8, created=now()))
     return store
 
 
-def write(store: Store, record: CheckpointRecord, text: str = "weights") -> None:
+def write(store: TinkerStore, record: CheckpointRecord, text: str = "weights") -> None:
     with store.writing(record) as directory:
         (directory / "file").write_text(text)
 
 
-def test_records_are_found_by_the_next_process(store: Store) -> None:
+def test_records_are_found_by_the_next_process(store: TinkerStore) -> None:
     write(store, checkpoint())
-    record, directory = Store(store.root).checkpoint(f"tinker://{RUN}/weights/one")
+    record, directory = TinkerStore(store.root).checkpoint(f"tinker://{RUN}/weights/one")
     assert (record.steps, record.size) == (3, 7)
     assert (directory / "file").read_text() == "weights"
-    assert Store(store.root).run(RUN).rank == 8
+    assert TinkerStore(store.root).run(RUN).rank == 8
 
 
-def test_an_incomplete_checkpoint_does_not_exist(store: Store) -> None:
+def test_an_incomplete_checkpoint_does_not_exist(store: TinkerStore) -> None:
     def fails() -> None:
         with store.writing(checkpoint()) as directory:
             (directory / "file").write_text("half")
@@ -60,7 +60,7 @@ def test_an_incomplete_checkpoint_does_not_exist(store: Store) -> None:
     assert len(store.checkpoints(RUN)) == 1
 
 
-def test_an_existing_checkpoint_is_only_replaced_with_overwrite(store: Store) -> None:
+def test_an_existing_checkpoint_is_only_replaced_with_overwrite(store: TinkerStore) -> None:
     write(store, checkpoint())
     with pytest.raises(Conflict, match="exists: choose another name"):
         write(store, checkpoint(), "other")
@@ -71,7 +71,7 @@ def test_an_existing_checkpoint_is_only_replaced_with_overwrite(store: Store) ->
 
 
 @pytest.mark.parametrize("name", ["..", "../../x", ".hidden", "a/b", "a\0b", "%2e%2e"])
-def test_no_name_escapes_the_directory(store: Store, name: str) -> None:
+def test_no_name_escapes_the_directory(store: TinkerStore, name: str) -> None:
     write(store, checkpoint(name))
     (record,) = store.checkpoints(RUN)
     assert record.name == name
@@ -83,12 +83,12 @@ def test_no_name_escapes_the_directory(store: Store, name: str) -> None:
     "path",
     ["", "tinker://a/weights", "tinker://a/other/b", "/etc/passwd", "tinker://a/weights/b/c"],
 )
-def test_a_malformed_path_is_an_error(store: Store, path: str) -> None:
+def test_a_malformed_path_is_an_error(store: TinkerStore, path: str) -> None:
     with pytest.raises(BadRequest, match="expected tinker://RUN/weights/NAME"):
         store.checkpoint(path)
 
 
-def test_expired_checkpoints_are_not_found_and_deleted(store: Store) -> None:
+def test_expired_checkpoints_are_not_found_and_deleted(store: TinkerStore) -> None:
     write(store, checkpoint())
     path = f"tinker://{RUN}/weights/one"
     store.set_ttl(path, 3600)
@@ -100,7 +100,7 @@ def test_expired_checkpoints_are_not_found_and_deleted(store: Store) -> None:
     assert not list(store.root.rglob("file"))
 
 
-def test_old_unnamed_samplers_are_deleted_and_new_ones_stay(store: Store) -> None:
+def test_old_unnamed_samplers_are_deleted_and_new_ones_stay(store: TinkerStore) -> None:
     for name, age in (("old", 3), ("young", 1)):
         with store.writing_ephemeral(name) as directory:
             (directory / "file").write_text(name)

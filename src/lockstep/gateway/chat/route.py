@@ -12,7 +12,7 @@ from lockstep.gateway.chat.stream import ChatStream, timing_of
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.turn.open import TurnOpener
 from lockstep.gateway.turn.sample import TurnStream, sample_turn
-from lockstep.gateway.turn.turn import Turn, check_tokens_header, with_tokens
+from lockstep.gateway.turn.turn import GatewayTurn, check_tokens_header, with_tokens
 from lockstep.http.handlers import EventStream, json_response
 from lockstep.http.http_request import read_body
 from lockstep.http.off_loop import is_large_response, off_loop
@@ -78,7 +78,7 @@ class ChatRoutes:
         response.headers.update(turn.headers)
         return response
 
-    async def _whole(self, http: Request, turn: Turn) -> bytes:
+    async def _whole(self, http: Request, turn: GatewayTurn) -> bytes:
         worker, replies = await sample_turn(http, turn, self._context.pool)
         shape = _response_shape(turn)
         timing = timing_of(turn, None) if shape.extra_fields else None
@@ -90,7 +90,7 @@ class ChatRoutes:
         return encoded
 
 
-def _response_shape(turn: Turn) -> wire.ChatResponseShape:
+def _response_shape(turn: GatewayTurn) -> wire.ChatResponseShape:
     """Return which fields the response has, as the request demands."""
     chat = turn.chat
     return wire.ChatResponseShape(

@@ -11,7 +11,7 @@ from time import time
 from typing import Any
 
 from lockstep.gateway.turn.sample import ChoiceProgress, TurnStream
-from lockstep.gateway.turn.turn import Turn
+from lockstep.gateway.turn.turn import GatewayTurn
 from lockstep.http import sse
 from lockstep.protocol.common.response import usage_of
 from lockstep.protocol.dynamo.nvext import NvextResponse, Timing
@@ -20,7 +20,7 @@ from lockstep.protocol.openai import chat_response as wire
 from lockstep.render.streaming_parser import MessagePart
 
 
-def timing_of(turn: Turn, first_at: float | None) -> Timing:
+def timing_of(turn: GatewayTurn, first_at: float | None) -> Timing:
     """Return how long a turn took; `first_at` is the Unix time of its first token, if known."""
     return Timing(
         request_received_ms=int(turn.received * 1000),
@@ -41,7 +41,7 @@ class _Sent:
 class ChatStream:
     """The events of one turn, made of its parts."""
 
-    def __init__(self, turn: Turn, shape: wire.ChatResponseShape, parts: TurnStream) -> None:
+    def __init__(self, turn: GatewayTurn, shape: wire.ChatResponseShape, parts: TurnStream) -> None:
         self._turn = turn
         self._shape = shape
         self._parts = parts

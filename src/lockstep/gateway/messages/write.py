@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Literal
 
 from lockstep.gateway.turn.sample import StreamedPart, TurnStream
-from lockstep.gateway.turn.turn import Turn
+from lockstep.gateway.turn.turn import GatewayTurn
 from lockstep.protocol.anthropic import messages_response as wire
 from lockstep.protocol.common.thinking_seal import seal
 from lockstep.protocol.openai.chat_response import ChatReply
@@ -17,7 +17,7 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 Kind = Literal["thinking", "text"]
 
 
-def whole_message(turn: Turn, reply: ChatReply) -> wire.AnthropicMessage:
+def whole_message(turn: GatewayTurn, reply: ChatReply) -> wire.AnthropicMessage:
     """Return the response of a turn. Raises Unavailable for one that was aborted."""
     stop_reason, stop_sequence = stop_of(turn, reply)
     message = reply.message
@@ -40,7 +40,7 @@ def whole_message(turn: Turn, reply: ChatReply) -> wire.AnthropicMessage:
     )
 
 
-def stop_of(turn: Turn, reply: ChatReply) -> tuple[wire.StopReason, str | None]:
+def stop_of(turn: GatewayTurn, reply: ChatReply) -> tuple[wire.StopReason, str | None]:
     """Return why a turn ended. Raises Unavailable for an abort, which no stop reason stands for."""
     if reply.finish == "abort":
         raise Unavailable("the turn was aborted before it ended: send the request again")
@@ -56,7 +56,7 @@ def stop_of(turn: Turn, reply: ChatReply) -> tuple[wire.StopReason, str | None]:
 class MessageStream:
     """The events of one turn; an error after the start becomes an event."""
 
-    def __init__(self, turn: Turn, parts: TurnStream) -> None:
+    def __init__(self, turn: GatewayTurn, parts: TurnStream) -> None:
         self._turn = turn
         self._parts = parts
         self._index = -1
@@ -127,11 +127,11 @@ class MessageStream:
         return _usage(self._turn, len(self._parts.choices[0].token_ids))
 
 
-def _id(turn: Turn) -> str:
+def _id(turn: GatewayTurn) -> str:
     return f"msg_{turn.id}"
 
 
-def _usage(turn: Turn, output_tokens: int) -> wire.MessagesUsage:
+def _usage(turn: GatewayTurn, output_tokens: int) -> wire.MessagesUsage:
     return wire.MessagesUsage(
         input_tokens=len(turn.request.prompt_ids), output_tokens=output_tokens
     )

@@ -34,7 +34,7 @@ class OperationResponse(msgspec.Struct):
     operation: Operation
 
 
-class FleetState(msgspec.Struct):
+class FleetStateResponse(msgspec.Struct):
     """The state of the fleet: versions, pause, workers, and the last operations."""
 
     ready: bool
@@ -93,7 +93,7 @@ _SAMPLES = (
 )
 
 CONTROL_ROUTE_DOCS: tuple[RouteDoc, ...] = (
-    _view("/v1/rl/state", None, FleetState, "Versions, pause, workers, last operations."),
+    _view("/v1/rl/state", None, FleetStateResponse, "Versions, pause, workers, last operations."),
     _view("/v1/rl/health", None, ControlHealth, "200 while the control plane runs."),
     _view("/v1/rl/ready", None, Readiness, "200 when the fleet serves, else 503."),
     _view("/v1/rl/weight_version", None, WeightVersion, "The version that the fleet has accepted."),

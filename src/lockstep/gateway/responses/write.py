@@ -14,7 +14,7 @@ import msgspec
 
 from lockstep.gateway.responses.tool_names import INPUT, ToolNames
 from lockstep.gateway.turn.sample import StreamedPart, TurnStream
-from lockstep.gateway.turn.turn import Turn
+from lockstep.gateway.turn.turn import GatewayTurn
 from lockstep.protocol.common.thinking_seal import seal
 from lockstep.protocol.openai import responses_response as wire
 from lockstep.protocol.openai.chat_response import ChatReply
@@ -56,7 +56,7 @@ def empty_response(
 
 
 def ended_response(
-    response: wire.ResponseObject, turn: Turn, reply: ChatReply, output: list[wire.Fields]
+    response: wire.ResponseObject, turn: GatewayTurn, reply: ChatReply, output: list[wire.Fields]
 ) -> wire.ResponseObject:
     """Return the finished response. Raises Unavailable for a turn that was aborted."""
     if reply.finish == "abort":
@@ -71,7 +71,7 @@ def ended_response(
     )
 
 
-def whole_output(turn: Turn, reply: ChatReply, tools: ToolNames) -> list[wire.Fields]:
+def whole_output(turn: GatewayTurn, reply: ChatReply, tools: ToolNames) -> list[wire.Fields]:
     """Return the output items of a whole turn."""
     message = reply.message
     output: list[wire.Fields] = []
@@ -91,7 +91,7 @@ class ResponseStream:
     def __init__(
         self,
         response: wire.ResponseObject,
-        turn: Turn,
+        turn: GatewayTurn,
         parts: TurnStream,
         tools: ToolNames,
         store: StoreResponse,

@@ -19,9 +19,9 @@ from lockstep.gateway.model_registry import ServedModel
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.routes.completions_response import CompletionPrompt, CompletionWriter, Items
 from lockstep.gateway.routes.token_text import TokenSpelling
-from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.gateway.turn.context_limit import check_text_fits
 from lockstep.gateway.turn.open import join_session
+from lockstep.gateway.turn.token_turn import TokenTurn
 from lockstep.http.handlers import EventStream, json_response
 from lockstep.http.http_request import read_body, unless_gone
 from lockstep.http.off_loop import is_large_response, off_loop

@@ -10,7 +10,7 @@ from time import time
 from lockstep.backends.merge_streams import merge_streams
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.routes.token_text import CompletionText, TokenSpelling
-from lockstep.gateway.sessions.token_turn import TokenTurn
+from lockstep.gateway.turn.token_turn import TokenTurn
 from lockstep.http import sse
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta, usage_of

@@ -24,8 +24,8 @@ from lockstep.fleet.worker import Worker
 from lockstep.gateway.callers import Caller, caller_of, request_id, session_id
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.model_registry import ServedModel
-from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.gateway.turn.open import join_session
+from lockstep.gateway.turn.token_turn import TokenTurn
 from lockstep.http import sse
 from lockstep.http.handlers import EventStream, json_response
 from lockstep.http.http_request import read_body, unless_gone

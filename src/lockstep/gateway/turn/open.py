@@ -17,7 +17,7 @@ from lockstep.gateway.turn.context_limit import CHARACTERS_PER_TOKEN, check_chat
 from lockstep.gateway.turn.harness import origin_of
 from lockstep.gateway.turn.prompt import plan_prompt
 from lockstep.gateway.turn.template_variables import RendererVariants
-from lockstep.gateway.turn.turn import Turn
+from lockstep.gateway.turn.turn import GatewayTurn
 from lockstep.http.http_request import body_bytes
 from lockstep.ledger.branch_sample import check_comparable
 from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
@@ -48,7 +48,7 @@ class TurnOpener:
         *,
         clamp: bool = False,
         found_tools: Sequence[Plain] = (),
-    ) -> Turn:
+    ) -> GatewayTurn:
         """Return the turn of a request, ready for `sample_turn` or `TurnStream`.
 
         With `clamp`, a token limit that exceeds what the prompt leaves of the context is lowered to
@@ -84,7 +84,7 @@ class TurnOpener:
         headers: dict[str, str] = {}
         if clamp:
             request, headers = _clamp_max_tokens(request, limit)
-        return Turn(
+        return GatewayTurn(
             id=client_id.removeprefix(ID_PREFIX),
             chat=chat,
             request=request,

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
-from lockstep.gateway.turn.turn import Turn, reply_of
+from lockstep.gateway.turn.turn import GatewayTurn, reply_of
 from lockstep.http.http_request import unless_gone
 from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.openai.chat_response import ChatReply
@@ -24,7 +24,7 @@ from lockstep.tokens import Completion
 from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
 
 
-async def sample_turn(http: Request, turn: Turn, pool: Pool) -> tuple[str, list[ChatReply]]:
+async def sample_turn(http: Request, turn: GatewayTurn, pool: Pool) -> tuple[str, list[ChatReply]]:
     """Sample a turn, store it, and return the worker's id and the replies.
 
     Raises ClientGone when the client disconnects, and cancels the worker's request with it.
@@ -81,7 +81,7 @@ class StreamedPart(NamedTuple):
 class TurnStream:
     """The parts of one turn. `start` waits for the first tokens, `read` yields all parts."""
 
-    def __init__(self, turn: Turn, pool: Pool) -> None:
+    def __init__(self, turn: GatewayTurn, pool: Pool) -> None:
         self._turn = turn
         self.worker: str | None = None
         self.first_at: float | None = None
@@ -92,7 +92,7 @@ class TurnStream:
         self._first: StreamDelta | Completion | None = None
 
     @classmethod
-    async def started(cls, http: Request, turn: Turn, pool: Pool) -> TurnStream:
+    async def started(cls, http: Request, turn: GatewayTurn, pool: Pool) -> TurnStream:
         """Return the stream once its first tokens have arrived: until then an error still has a
         status. Raises what `start` raises, and ClientGone."""
         stream = cls(turn, pool)

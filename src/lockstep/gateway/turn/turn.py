@@ -27,7 +27,7 @@ TOKENS_HEADER, TOKENS_FIELD = "x-lockstep-tokens", "lockstep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class GatewayTurn:
     """A chat request that is ready for a worker.
 
     `chat` is what the client sent, in the shape of the chat dialect; `request` is what the worker
@@ -138,7 +138,7 @@ def check_tokens_header(http: Request, *, stream: bool | None) -> None:
         )
 
 
-def with_tokens(http: Request, turn: Turn, reply: ChatReply, body: Any) -> Any:
+def with_tokens(http: Request, turn: GatewayTurn, reply: ChatReply, body: Any) -> Any:
     """Return a response with the field "lockstep" added if the request has X-Lockstep-Tokens.
 
     `body` is a response as a struct or as encoded JSON, in any dialect. The field holds the ids of

@@ -17,7 +17,7 @@ from lockstep.integrations.tinker.tinker_store import (
     SCHEME,
     CheckpointRecord,
     RunRecord,
-    Store,
+    TinkerStore,
 )
 from lockstep.integrations.tinker.tinker_tenants import TinkerTenants
 from lockstep.tokens.errors import BadRequest
@@ -32,7 +32,7 @@ class RestRoutes:
     def __init__(self, tenants: TinkerTenants) -> None:
         self._tenants = tenants
 
-    def _store(self, request: Request) -> Store:
+    def _store(self, request: Request) -> TinkerStore:
         return self._tenants.of(request).store
 
     @property
@@ -203,7 +203,7 @@ def _path(request: Request) -> str:
     return f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
 
 
-def _run_json(run: RunRecord, store: Store) -> dict[str, Any]:
+def _run_json(run: RunRecord, store: TinkerStore) -> dict[str, Any]:
     checkpoints = store.checkpoints(run.model_id)
     last = {kind: next((own for own in checkpoints if own.kind == kind), None) for kind in KINDS}
     training, sampler = last["weights"], last["sampler_weights"]

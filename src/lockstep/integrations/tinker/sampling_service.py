@@ -12,7 +12,7 @@ from lockstep.integrations.tinker.calls.futures import PROTOBUF, Futures, Pendin
 from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.protocol.protobuf_messages import encode_samples
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.tinker_store import SCHEME, SamplerRecord, Store, now
+from lockstep.integrations.tinker.tinker_store import SCHEME, SamplerRecord, TinkerStore, now
 from lockstep.tokens.errors import BadRequest, Busy, NotFound
 
 MAX_SAMPLES = 5000
@@ -53,7 +53,7 @@ class SamplingService:
     def __init__(
         self,
         base: BaseModel,
-        store: Store,
+        store: TinkerStore,
         samplers: Samplers,
         futures: Futures,
     ) -> None:

@@ -30,7 +30,7 @@ from lockstep.integrations.tinker.tinker_store import (
     RunRecord,
     SamplerRecord,
     SessionRecord,
-    Store,
+    TinkerStore,
     now,
 )
 from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
@@ -76,7 +76,7 @@ class TinkerService:
         self,
         base: BaseModel,
         trainer: LoraTrainer,
-        store: Store,
+        store: TinkerStore,
         samplers: Samplers,
         on_session: Callable[[str], None],
     ) -> None:

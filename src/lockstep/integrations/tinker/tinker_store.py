@@ -80,7 +80,7 @@ class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
     directory: str | None = None
 
 
-class Store:
+class TinkerStore:
     """The files of one tenant under `root`. Every file and checkpoint is written atomically."""
 
     def __init__(self, root: Path) -> None:

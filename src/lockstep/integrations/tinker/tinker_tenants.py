@@ -11,7 +11,7 @@ from lockstep.gateway.callers import Caller, caller_of
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.sampling_service import BaseModel
 from lockstep.integrations.tinker.tinker_service import LoraTrainer, TinkerService
-from lockstep.integrations.tinker.tinker_store import SCHEME, Store, file_name, parse
+from lockstep.integrations.tinker.tinker_store import SCHEME, TinkerStore, file_name, parse
 from lockstep.storage.api_keys import DEFAULT_TENANT
 from lockstep.tokens.errors import NotFound
 
@@ -49,7 +49,7 @@ class TinkerTenants:
         root = self._root
         if caller.tenant != DEFAULT_TENANT:
             root = root / TENANTS / file_name(caller.tenant)
-        store = Store(root)
+        store = TinkerStore(root)
 
         def register(session_id: str) -> None:
             self._by_session[session_id] = service
