@@ -20,7 +20,7 @@ from tests.fleet.fakes import FakeWorker, until, work
 class Follows:
     """A leadership that another gateway always has."""
 
-    shared, leads, generation = True, False, 7
+    shared, leads, generation, holder = True, False, 7, "follower"
 
     async def start(self, stored: int, changed: Callable[[], None]) -> None: ...
     def announce(self, address: str) -> None: ...
@@ -64,7 +64,7 @@ class Untouchable:
     stages = probes_while_paused = True
 
     async def close(self) -> None: ...
-    def fence(self, generation: Callable[[], int]) -> None: ...
+    def fence(self, generation: Callable[[], int], gateway: str) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"a follower called {name}")

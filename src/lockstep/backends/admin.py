@@ -43,6 +43,8 @@ class WorkerView:
     generation: int = 0
     """The highest generation of a gateway that the worker has obeyed; 0 where it does not report
     it."""
+    gateway: str | None = None
+    """Identity of the gateway that `generation` belongs to; None where it is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +177,12 @@ class Admin(Protocol):
 class Fenced(Protocol):
     """A driver whose commands carry the generation of the gateway that sends them."""
 
-    def fence(self, generation: Callable[[], int]) -> None:
-        """Send the number that `generation` returns with every command from now on.
+    def fence(self, generation: Callable[[], int], gateway: str) -> None:
+        """Send the number that `generation` returns, and the identity of the gateway, with every
+        command from now on.
 
-        Commands raise Superseded once the worker has obeyed a higher one. A worker without
-        generations obeys all gateways.
+        Commands raise Superseded once the worker has obeyed a higher number, or the same number
+        from another gateway. A worker without generations obeys all gateways.
         """
         ...
 

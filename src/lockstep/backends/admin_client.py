@@ -238,15 +238,18 @@ class HttpAdmin:
         self._client = self.client_class(url, token=token, backoff=backoff)
         self._budgets = budgets
         self._generation: Callable[[], int] | None = None
+        self._gateway = ""
 
-    def fence(self, generation: Callable[[], int]) -> None:
-        """Send this number with every command from now on, where the worker has generations."""
-        self._generation = generation
+    def fence(self, generation: Callable[[], int], gateway: str) -> None:
+        """Send both with every command from now on, where the worker has generations."""
+        self._generation, self._gateway = generation, gateway
 
     @property
-    def generation(self) -> int | None:
-        """The number that commands carry."""
-        return None if self._generation is None else self._generation()
+    def fencing(self) -> dict[str, Any]:
+        """Fields that commands carry: the generation and its gateway; empty before `fence`."""
+        if self._generation is None:
+            return {}
+        return {"generation": self._generation(), "gateway": self._gateway}
 
     @property
     def url(self) -> str:

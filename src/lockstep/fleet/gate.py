@@ -61,14 +61,19 @@ class WorkerGate:
         it finds. A gateway that was obeyed before has been superseded, and must not come back.
         """
         state = self._state
-        highest = (await worker.control.view()).generation
-        if highest <= state.desired.generation:
+        view = await worker.control.view()
+        highest, own = view.generation, state.desired.generation
+        # The same number may be another gateway's: one whose clock was ahead stored a high number,
+        # another one rose above it on the workers, and the first took the next one at its restart.
+        if highest < own or not highest:
+            return
+        if highest == own and view.gateway == state.leadership.holder:
             return
         if self.obeyed:
             state.operations.superseded = True
             raise Superseded(
                 f"it obeys generation {highest} of another gateway, and this one is "
-                f"{state.desired.generation}: stop the other gateway and restart this one, or "
+                f"{own}: stop the other gateway and restart this one, or "
                 "remove the worker here"
             )
         async with state.operations.lock:

@@ -92,9 +92,10 @@ class FleetState:
 
     async def take_in(self, url: str, admin: Admin, worker_id: str, **options: Any) -> Worker:
         """Add a worker, including one announced through the shared store. From now on its commands
-        carry the current generation. `options` are those of `Pool.add`."""
+        carry the current generation and this gateway's identity. `options` are those of `Pool.add`.
+        """
         if isinstance(admin, Fenced):
-            admin.fence(lambda: self._desired.generation)
+            admin.fence(lambda: self._desired.generation, self.leadership.holder)
         return await self.pool.add(url, worker_id=worker_id, admin=admin, **options)
 
     async def remove(self, worker_id: str, *, drain_seconds: float = 30.0) -> None:

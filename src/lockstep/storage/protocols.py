@@ -272,6 +272,12 @@ class Leadership(Protocol):
         """Generation of the current leader, as far as this gateway knows."""
         ...
 
+    @property
+    def holder(self) -> str:
+        """Identity of this gateway process, new at every start. A generation that this gateway
+        leads under belongs to it alone: workers reject the same number from another holder."""
+        ...
+
     async def start(self, stored: int, changed: Callable[[], None]) -> None:
         """Take part in elections, with generations above `stored`.
 

@@ -103,9 +103,9 @@ class SystemPlane:
         """Return a method that is rejected from a gateway once a later one has been obeyed."""
 
         # A gateway that lost leadership may still send commands: those of an older generation
-        # than the highest obeyed are rejected.
+        # than the highest obeyed, or of another gateway with the same number, are rejected.
         async def fenced(decoded: Any) -> Fields:
-            self._generations.check(decoded.generation)
+            self._generations.check(decoded.generation, decoded.gateway)
             return await run(decoded)
 
         return msgspec.json.Decoder(body), fenced
@@ -164,6 +164,7 @@ class SystemPlane:
             "weights_id": self._weights_id(),
             "serves": self._serves(),
             "generation": self._generations.highest,
+            "gateway": self._generations.gateway,
         }
 
     # Weights

@@ -463,7 +463,7 @@ async def test_commands_to_the_extension_carry_the_generation() -> None:
     async with serving(fake.script) as server:
         admin = driver(server)
         await admin.detect()
-        admin.fence(lambda: 8)
+        admin.fence(lambda: 8, "g1")
         await admin.pause("keep")
         await admin.stage(B, "B")
         await admin.commit("B")
@@ -471,6 +471,8 @@ async def test_commands_to_the_extension_carry_the_generation() -> None:
         calls = [r.json for r in server.requests_to("/collective_rpc")]
         sent = {call["method"]: call["kwargs"].get("generation") for call in calls}
         assert sent == {rpc.VIEW: None, rpc.STAGE: 8, rpc.COMMIT: 8, rpc.ROLLBACK: 8}
+        gateways = {call["method"]: call["kwargs"].get("gateway") for call in calls}
+        assert gateways == {rpc.VIEW: None, rpc.STAGE: "g1", rpc.COMMIT: "g1", rpc.ROLLBACK: "g1"}
         fake.replies[rpc.STAGE] = [whole({"results": [refused, refused]})]
         with pytest.raises(Superseded, match="generation 9 was obeyed"):
             await admin.stage(B, "B")

@@ -69,8 +69,8 @@ async def test_the_late_commit_of_a_replaced_gateway_is_refused(
     url = workers.processes[0].system_url
     old, new = LockstepAdmin(url, TOKEN), LockstepAdmin(url, TOKEN)
     first = (await old.view()).generation
-    old.fence(lambda: first + 1)
-    new.fence(lambda: first + 2)
+    old.fence(lambda: first + 1, "old")
+    new.fence(lambda: first + 2, "new")
     await old.stage(Source(directory=made.paths["a"]), "a")
     proof = (await old.probe_staged(SEQUENCES)).proof
     await new.resume()
@@ -80,7 +80,7 @@ async def test_the_late_commit_of_a_replaced_gateway_is_refused(
         old.resume(), old.flush(), old.stage(Source(directory=made.paths["b"]), "b"),
         old.load_adapter("x", made.paths["a"]), old.unload_adapter("x"),
     ):  # fmt: skip
-        with pytest.raises(Superseded, match=f"generation {first + 2} was obeyed since"):
+        with pytest.raises(Superseded, match=f"generation {first + 2} of new was obeyed since"):
             await call
     await new.commit_proved("a", proof)
     assert (await old.view()).version == "a"  # reading needs no generation
@@ -111,13 +111,63 @@ async def test_the_generation_rises_with_every_start_and_above_what_workers_have
         assert fleet.serving() == [0, 1]
 
 
+@pytest.mark.failure_mode("F61")
+async def test_two_gateways_that_take_the_same_number_are_not_both_obeyed(
+    workers: Workers, made: Checkpoints, tmp_path: Path
+) -> None:
+    # The first one's clock was ten years ahead when it stored its number; the second one has
+    # another store and rose above it; the first one is restarted and takes the next number.
+    ahead = int((time() + 10 * 365 * 86_400) * 1000)
+    first = SqliteControlStore(str(tmp_path / "first.sqlite"))
+    await first.save(Desired(generation=ahead))
+    for worker in workers.processes:
+        await worker.control("resume_generation", generation=ahead)
+    async with live(workers, made, count=2, reset=False) as second:
+        assert second.fleet.desired.generation == ahead + 1
+        async with live(workers, made, count=2, reset=False, store=first) as restarted:
+            assert restarted.fleet.desired.generation > ahead + 1
+            await restarted.update("a")
+            with pytest.raises(LockstepError):
+                await second.update("b")
+            assert await held(workers) == {"a"}
+            assert restarted.serving() == [0, 1]
+
+
+@pytest.mark.failure_mode("F61")
+async def test_a_worker_obeys_one_gateway_for_one_number(workers: Workers) -> None:
+    url = workers.processes[0].system_url
+    mine, other = LockstepAdmin(url, TOKEN), LockstepAdmin(url, TOKEN)
+    number = (await mine.view()).generation + 1
+    mine.fence(lambda: number, "mine")
+    other.fence(lambda: number, "other")
+    await mine.resume()
+    await mine.resume()
+    view = await other.view()
+    assert (view.generation, view.gateway) == (number, "mine")
+    with pytest.raises(Superseded, match=f"generation {number} of mine was obeyed"):
+        await other.resume()
+    await mine.close()
+    await other.close()
+
+
 def test_the_same_generation_is_obeyed_again_and_commands_without_one_are_never_refused() -> None:
     generations = Generations()
-    for number in (3, 3, None, 4):
+    for number in (0, 3, 3, None, 4):
         generations.check(number)
     with pytest.raises(Superseded):
         generations.check(3)
-    assert generations.highest == 4
+    assert (generations.highest, generations.gateway) == (4, None)
+
+
+def test_a_number_obeyed_without_a_gateway_is_not_that_of_a_named_one() -> None:
+    generations = Generations()
+    generations.check(4)  # from a gateway of a release without identities
+    with pytest.raises(Superseded):
+        generations.check(4, "new")
+    generations.check(5, "new")
+    with pytest.raises(Superseded):
+        generations.check(5)
+    generations.check(5, "new")
 
 
 async def test_an_adapter_cannot_have_the_name_of_the_model(

@@ -58,12 +58,12 @@ class DynamoAdmin(HttpAdmin):
         self._reloads = ReloadedWeights(self.url, self._load, self._ready, untouched=(Conflict,))
         self._adapters: dict[str, str] = {}
 
-    def fence(self, generation: Callable[[], int]) -> None:
+    def fence(self, generation: Callable[[], int], gateway: str) -> None:
         """Send the generation to a Lockstep engine behind Dynamo. Other engines obey every
         gateway."""
-        super().fence(generation)
+        super().fence(generation, gateway)
         if self._own is not None:
-            self._own.fence(generation)
+            self._own.fence(generation, gateway)
 
     @property
     def stages(self) -> bool:
@@ -244,8 +244,7 @@ class DynamoAdmin(HttpAdmin):
         return None if version is None else str(version)
 
     def _with_generation(self, body: dict[str, Any]) -> dict[str, Any]:
-        fenced = self._own is not None and self.generation is not None
-        return {**body, "generation": self.generation} if fenced else body
+        return body if self._own is None else {**body, **self.fencing}
 
     def _require_route(self, route: str) -> None:
         if route not in self.routes:

@@ -42,6 +42,7 @@ class _State(msgspec.Struct):
     weights_id: str
     serves: str | None = None
     generation: int = 0
+    gateway: str | None = None
 
 
 class _Scores(msgspec.Struct):
@@ -81,6 +82,7 @@ class LockstepAdmin(HttpAdmin):
             in_flight=state.running + state.waiting,
             incarnation=state.incarnation,
             generation=state.generation,
+            gateway=state.gateway,
         )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
@@ -92,7 +94,7 @@ class LockstepAdmin(HttpAdmin):
             mode=mode,
             clear_cache=clear_cache,
             sequence_number=self._sequence_number(),
-            generation=self.generation,
+            **self.fencing,
         )
         await self._engine("pause_generation", body, budget, idempotent=True)
 
@@ -105,9 +107,7 @@ class LockstepAdmin(HttpAdmin):
         await self._resume(proof)
 
     async def _resume(self, proof: str | None) -> None:
-        body = control.Resume(
-            proved=proof, sequence_number=self._sequence_number(), generation=self.generation
-        )
+        body = control.Resume(proved=proof, sequence_number=self._sequence_number(), **self.fencing)
         await self._engine("resume_generation", body, self._budgets.quick, idempotent=True)
 
     async def flush(self) -> None:
@@ -116,7 +116,7 @@ class LockstepAdmin(HttpAdmin):
     # Weights
 
     async def stage(self, source: Source, version: str) -> None:
-        body = stage_body(source, version, self.generation)
+        body = stage_body(source, version, **self.fencing)
         # A broadcast sends its tensors once; any other source can be read again.
         idempotent = source.group is None
         response = await self._engine("stage", body, self._budgets.load, idempotent=idempotent)
@@ -135,7 +135,7 @@ class LockstepAdmin(HttpAdmin):
 
     async def _commit(self, version: str, proof: str | None) -> None:
         async def commit() -> str:
-            body = control.Commit(weight_version=version, proved=proof, generation=self.generation)
+            body = control.Commit(weight_version=version, proved=proof, **self.fencing)
             response = await self._engine("commit", body, self._budgets.commit)
             self._client.expect(response.get("version"), version, "commit")
             return version
@@ -159,7 +159,7 @@ class LockstepAdmin(HttpAdmin):
         before = await self._state()
 
         async def rollback() -> str:
-            body = control.Rollback(weights_id=before.weights_id, generation=self.generation)
+            body = control.Rollback(weights_id=before.weights_id, **self.fencing)
             response = await self._engine("rollback", body, self._budgets.commit)
             return str(response.get("version"))
 
@@ -197,22 +197,20 @@ class LockstepAdmin(HttpAdmin):
         return WeightContents(contents.digest, contents.dtype, contents.proof, contents.tensors)
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
-        body = join_body(broadcaster, self.generation)
+        body = join_body(broadcaster, **self.fencing)
         budget = CallBudget(broadcaster.seconds + 10.0, 2 * broadcaster.seconds + 20.0)
         try:
             await self._engine("init_weights_update_group", body, budget)
         except Conflict:
             # A trainer that is gone left this group behind, and would hold its name forever.
-            leave = control.LeaveGroup(group_name=broadcaster.group, generation=self.generation)
+            leave = control.LeaveGroup(group_name=broadcaster.group, **self.fencing)
             await self._engine("destroy_weights_update_group", leave, self._budgets.quick)
             await self._engine("init_weights_update_group", body, budget)
 
     # Adapters
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
-        body = control.LoadLora(
-            lora_name=name, lora_path=str(path), version=label, generation=self.generation
-        )
+        body = control.LoadLora(lora_name=name, lora_path=str(path), version=label, **self.fencing)
 
         async def load() -> str:
             response = await self._engine("load_lora_adapter", body, self._budgets.load)
@@ -228,7 +226,7 @@ class LockstepAdmin(HttpAdmin):
         )
 
     async def unload_adapter(self, name: str) -> None:
-        body = control.UnloadLora(lora_name=name, generation=self.generation)
+        body = control.UnloadLora(lora_name=name, **self.fencing)
 
         async def unload() -> bool:
             await self._engine("unload_lora_adapter", body, self._budgets.quick)
@@ -243,7 +241,7 @@ class LockstepAdmin(HttpAdmin):
         return control.SequenceNumber(caller=self._caller, number=next(self._numbers))
 
     def _empty(self) -> control.EmptyBody:
-        return control.EmptyBody(generation=self.generation)
+        return control.EmptyBody(**self.fencing)
 
     async def _state(self) -> _State:
         response = await self._engine("liveness_probe", {}, self._budgets.quick, idempotent=True)
@@ -255,7 +253,7 @@ class LockstepAdmin(HttpAdmin):
         return await self._client.command(f"/engine/{method}", body, budget, idempotent=idempotent)
 
 
-def stage_body(source: Source, version: str, generation: int | None = None) -> control.Stage:
+def stage_body(source: Source, version: str, **fencing: Any) -> control.Stage:
     """Return the body of `stage`."""
     return control.Stage(
         model_path=None if source.directory is None else str(source.directory),
@@ -264,11 +262,11 @@ def stage_body(source: Source, version: str, generation: int | None = None) -> c
         tensors=control.placed(source.tensors),
         partial=source.partial,
         weight_version=version,
-        generation=generation,
+        **fencing,
     )
 
 
-def join_body(broadcaster: Broadcaster, generation: int | None = None) -> control.JoinGroup:
+def join_body(broadcaster: Broadcaster, **fencing: Any) -> control.JoinGroup:
     """Return the body of `init_weights_update_group`."""
     return control.JoinGroup(
         master_address=broadcaster.host,
@@ -278,7 +276,7 @@ def join_body(broadcaster: Broadcaster, generation: int | None = None) -> contro
         group_name=broadcaster.group,
         backend=broadcaster.backend,
         timeout_seconds=broadcaster.seconds,
-        generation=generation,
+        **fencing,
     )
 
 

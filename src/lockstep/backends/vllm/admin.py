@@ -51,7 +51,7 @@ class VllmAdmin(HttpAdmin):
         super().__init__(url, token, **options)
         self._extension_view: ExtensionView | None = None
         self._extension = ExtensionClient(
-            self._client, self._budgets, self._quiet, self._label, lambda: self.generation
+            self._client, self._budgets, self._quiet, self._label, lambda: self.fencing
         )
         self._reloads = ReloadedWeights(self.url, self._load, self._check_paused)
         self._adapters = AdapterCalls(self._client, self._budgets, "/v1/load_lora_adapter")
@@ -89,6 +89,7 @@ class VllmAdmin(HttpAdmin):
             paused=await self._is_paused(),
             adapters=self._adapters.labels(cards),
             generation=self._extension_view.generation if self._extension_view else 0,
+            gateway=self._extension_view.gateway if self._extension_view else None,
         )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:

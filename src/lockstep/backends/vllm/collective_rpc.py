@@ -25,10 +25,11 @@ from lockstep.tokens.errors import (
 
 VIEW = "lockstep_view"
 """No arguments. Returns {"version": str | null, "staged": str | null, "probes": bool, "digests":
-bool, "generation": int}; `probes` says whether the extension has PROBE, `digests` whether it has
-DIGEST. STAGE, COMMIT, ROLLBACK and JOIN take a keyword argument `generation` (int): a value below
-the highest one obeyed so far is rejected as `superseded`. Every method returns the same on every
-rank, or {"error": {...}} with the fields of protocol.common.error_body where it failed."""
+bool, "generation": int, "gateway": str | null}; `probes` says whether the extension has PROBE,
+`digests` whether it has DIGEST. STAGE, COMMIT, ROLLBACK and JOIN take keyword arguments
+`generation` (int) and `gateway` (str): a number below the highest one obeyed so far, or the same
+number of another gateway, is rejected as `superseded`. Every method returns the same on every rank,
+or {"error": {...}} with the fields of protocol.common.error_body where it failed."""
 STAGE = "lockstep_stage"
 """Keyword arguments: the fields of protocol.control.worker.Stage. Returns {"staged": version} once
 they are in memory and {"staged": null} until then, when it is to be called again: a call that
@@ -65,6 +66,7 @@ class ExtensionView(msgspec.Struct, frozen=True):
     probes: bool = False
     digests: bool = False
     generation: int = 0
+    gateway: str | None = None
 
 
 class _Contents(msgspec.Struct):
@@ -107,13 +109,13 @@ class ExtensionClient:
         budgets: CallBudgets,
         quiet: Callable[[], AbstractAsyncContextManager[None]],
         label: Callable[[str], Awaitable[None]],
-        generation: Callable[[], int | None] = lambda: None,
+        fencing: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._client = client
         self._budgets = budgets
         self._quiet = quiet
         self._label = label
-        self._generation = generation
+        self._fencing = fencing
 
     async def view(self) -> ExtensionView:
         response = await self._call(VIEW, {}, self._budgets.quick, idempotent=True)
@@ -131,7 +133,7 @@ class ExtensionClient:
             raise
 
     async def stage(self, source: Source, version: str) -> None:
-        kwargs = msgspec.to_builtins(stage_body(source, version, self._generation()))
+        kwargs = msgspec.to_builtins(stage_body(source, version, **self._fencing()))
         # A broadcast sends its tensors once; any other source can be read again.
         idempotent = source.group is None
         loop = asyncio.get_running_loop()
@@ -152,7 +154,7 @@ class ExtensionClient:
 
     async def commit(self, version: str) -> None:
         async def commit() -> bool:
-            kwargs = self._with_generation({"version": version})
+            kwargs = {"version": version, **self._fencing()}
             response = await self._call(COMMIT, kwargs, self._budgets.commit)
             self._client.expect(response.get("version"), version, COMMIT)
             return True
@@ -176,7 +178,7 @@ class ExtensionClient:
 
     async def rollback(self) -> str | None:
         before = await self.view()
-        expected = self._with_generation({"version": before.version, "staged": before.staged})
+        expected = {"version": before.version, "staged": before.staged, **self._fencing()}
 
         async def rollback() -> str:
             response = await self._call(ROLLBACK, expected, self._budgets.commit)
@@ -214,14 +216,10 @@ class ExtensionClient:
         return WeightContents(contents.digest, contents.dtype, None, contents.tensors)
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
-        kwargs = msgspec.to_builtins(join_body(broadcaster, self._generation()))
+        kwargs = msgspec.to_builtins(join_body(broadcaster, **self._fencing()))
         budget = CallBudget(broadcaster.seconds + 10.0, broadcaster.seconds + 10.0)
         response = await self._call(JOIN, kwargs, budget)
         self._client.expect(response.get("group_name"), broadcaster.group, JOIN)
-
-    def _with_generation(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        generation = self._generation()
-        return kwargs if generation is None else {**kwargs, "generation": generation}
 
     async def _call(
         self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, idempotent: bool = False

@@ -66,11 +66,13 @@ def placed(specs: Iterable[TensorSpec]) -> list[PlacedTensor]:
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Base of all bodies. `generation` is that of the sending gateway: a worker that has obeyed a
-    higher one rejects changes. Without it nothing is rejected.
+    """Base of all bodies. `generation` is that of the sending gateway, whose identity is `gateway`:
+    a worker that has obeyed a higher number, or the same number of another gateway, rejects
+    changes. Without `generation` nothing is rejected.
     """
 
     generation: int | None = None
+    gateway: str | None = None
 
 
 class EmptyBody(_Body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from time import time
 
@@ -16,10 +17,12 @@ class AlwaysLeader:
 
     def __init__(self) -> None:
         self.generation = 0
+        self.holder = secrets.token_hex(8)
 
     async def start(self, stored: int, changed: Callable[[], None]) -> None:
         """Take a generation above all before it. The time in ms keeps that true also for gateways
-        that share workers but no store: the one that started last wins."""
+        that share workers but no store, as far as their clocks agree: the one that started last
+        wins. Where clocks differ, two may take the same number, and `holder` tells them apart."""
         self.generation = max(stored + 1, int(time() * 1000))
 
     def announce(self, address: str) -> None:

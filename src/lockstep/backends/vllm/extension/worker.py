@@ -53,17 +53,20 @@ class LockstepWorker:
             "probes": can_probe(self),
             "digests": True,
             "generation": _transfer(self).generations.highest,
+            "gateway": _transfer(self).generations.gateway,
         }
 
     @returns_errors
     def lockstep_stage(self, **fields: Any) -> Fields:
         stage, transfer = stage_of(fields), _transfer(self)
-        transfer.generations.check(stage.generation)
+        transfer.generations.check(stage.generation, stage.gateway)
         return {"staged": transfer.weights.stage(stage)}
 
     @returns_errors
-    def lockstep_commit(self, version: str, generation: int | None = None) -> Fields:
-        _transfer(self).generations.check(generation)
+    def lockstep_commit(
+        self, version: str, generation: int | None = None, gateway: str | None = None
+    ) -> Fields:
+        _transfer(self).generations.check(generation, gateway)
         weights = _transfer(self).weights
         weights.commit(version)
         _forget_adapters(self)
@@ -71,9 +74,13 @@ class LockstepWorker:
 
     @returns_errors
     def lockstep_rollback(
-        self, version: str | None, staged: str | None, generation: int | None = None
+        self,
+        version: str | None,
+        staged: str | None,
+        generation: int | None = None,
+        gateway: str | None = None,
     ) -> Fields:
-        _transfer(self).generations.check(generation)
+        _transfer(self).generations.check(generation, gateway)
         weights = _transfer(self).weights
         weights.rollback(version, staged)
         if staged is None:
@@ -107,7 +114,7 @@ class LockstepWorker:
             request = msgspec.convert(fields, JoinGroup)
         except msgspec.ValidationError as error:
             raise BadRequest(f"the description of the group to join is invalid: {error}") from None
-        _transfer(self).generations.check(request.generation)
+        _transfer(self).generations.check(request.generation, request.gateway)
         _transfer(self).sources.join(request)
         return {"group_name": request.group_name}
 
