@@ -25,7 +25,7 @@ class Fault:
 
     `swallow` names a path whose POST is answered with that body and does nothing, unless the body
     is None; `token` is added to requests that have none; `as_post` turns every GET into a POST;
-    `dies` drops connections.
+    `dies` drops connections; `holds` sends the events of a stream when it has ended.
     """
 
     request: Change = same
@@ -36,6 +36,7 @@ class Fault:
     token: str | None = None
     as_post: bool = False
     dies: bool = False
+    holds: bool = False
 
 
 def per_choice(change: Change) -> Change:
@@ -100,8 +101,14 @@ async def pass_on(
             return web.json_response(changed, status=upstream.status)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
+        held = b""
         async for line in upstream.content:
             if line.startswith(b"data: {"):
                 line = b"data: " + json.dumps(fault.event(json.loads(line[6:]))).encode() + b"\n"
-            await response.write(line)
+            if fault.holds:
+                held += line
+            else:
+                await response.write(line)
+        if held:
+            await response.write(held)
         return response

@@ -268,6 +268,23 @@ async def test_an_abort_that_comes_too_late_is_tried_again(worker: WorkerProcess
     assert findings["tokens.abort"].verdict == "pass", findings
 
 
+async def test_an_abort_that_is_ignored_fails(worker: WorkerProcess) -> None:
+    ignored = Fault(swallow=("/inference/v1/abort_requests", lambda _: {"status": "ok"}))
+    async with broken(worker.url, ignored) as url:
+        findings = await check(CheckOptions(url=url, transport="vllm"), "tokens.abort")
+    assert findings["tokens.abort"].verdict == "fail", findings
+    assert "the abort stopped nothing, 2 times" in findings["tokens.abort"].evidence
+
+
+async def test_an_abort_of_generations_that_arrive_whole_cannot_be_observed(
+    worker: WorkerProcess,
+) -> None:
+    async with broken(worker.url, Fault(holds=True)) as url:
+        findings = await check(CheckOptions(url=url, transport="vllm"), "tokens.abort")
+    assert findings["tokens.abort"].verdict == "n.a.", findings
+    assert "could not be observed" in findings["tokens.abort"].evidence
+
+
 @pytest.mark.parametrize("row", ["control.keep", "control.abort"])
 async def test_a_pause_that_comes_too_late_is_tried_again(worker: WorkerProcess, row: str) -> None:
     async with broken(worker.system_url, too_late("/engine/pause_generation")) as admin:

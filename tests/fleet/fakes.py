@@ -26,7 +26,7 @@ class FakeWorker:
         self.healthy = True
         self.hangs = False
         self.models = [{"id": "m", "owned_by": "lockstep", "max_model_len": 100}]
-        self.aborted = 0
+        self.aborted: int | None = 0
         self.behave: Behaviour = self.respond
         self.begun = asyncio.Event()
         self.gate = asyncio.Event()

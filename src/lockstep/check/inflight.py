@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -18,10 +19,14 @@ LOOK = 0.002
 
 
 class InFlight:
-    """One streamed request; `tokens` are those received so far."""
+    """One streamed request. `tokens` are those received so far; `sent_at` and `ended_at` are times
+    of `time.monotonic`.
+    """
 
     def __init__(self, target: Target, request: GenerateRequest) -> None:
         self.tokens: list[int] = []
+        self.sent_at = time.monotonic()
+        self.ended_at: float | None = None
         self._target = target
         self._request = request
         self.task = asyncio.create_task(self._follow())
@@ -44,6 +49,11 @@ class InFlight:
     async def end(self) -> Completion:
         return await self.task
 
+    def share_after(self, moment: float) -> float:
+        """Return which part of the request's duration came after a moment of `time.monotonic`."""
+        ended = time.monotonic() if self.ended_at is None else self.ended_at
+        return max(ended - moment, 0.0) / max(ended - self.sent_at, 1e-9)
+
     async def _follow(self) -> Completion:
         completions: list[Completion] = []
         async with aclosing(self._target.transport.stream(self._request)) as items:
@@ -52,6 +62,7 @@ class InFlight:
                     self.tokens += item.token_ids
                 else:
                     completions.append(item)
+        self.ended_at = time.monotonic()
         if len(completions) != 1:
             raise Broken(f"a stream of one choice ended with {len(completions)} completions")
         return completions[0]

@@ -472,3 +472,7 @@ async def test_an_abort_reaches_every_worker_and_counts_the_stopped_requests() -
     async with fleet(3) as (pool, fakes):
         fakes[0].aborted, fakes[2].aborted = 1, 2
         assert await pool.abort("r") == 3
+        fakes[0].aborted = None
+        assert await pool.abort("r") == 2
+        fakes[1].aborted = fakes[2].aborted = None
+        assert await pool.abort("r") is None, "vLLM does not report it"

@@ -251,12 +251,16 @@ class Pool:
             }
         return sorted(common.values(), key=lambda card: card.parent is not None)
 
-    async def abort(self, *request_ids: str) -> int:
-        """Abort requests by id, on whichever worker they run; return how many were stopped."""
+    async def abort(self, *request_ids: str) -> int | None:
+        """Abort requests by id, on whichever worker they run.
+
+        Return how many were stopped, or None if no worker reports it, as vLLM's do not.
+        """
         self._check_any()
         workers = [worker for worker in self.workers if worker.serves or worker.leaving]
         counts = await self._each(workers, lambda worker: worker.transport.abort(*request_ids))
-        return sum(count or 0 for count in counts)
+        reported = [count for count in counts if count is not None]
+        return sum(reported) if reported else None
 
     async def _each(
         self, workers: Sequence[Worker], call: Callable[[Worker], Awaitable[T]]

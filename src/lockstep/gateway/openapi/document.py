@@ -39,7 +39,7 @@ SESSION = "X-Session-ID"
 
 class Aborted(msgspec.Struct):
     status: str
-    aborted: int
+    aborted: int | None
 
 
 class Health(msgspec.Struct):

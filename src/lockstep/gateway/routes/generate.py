@@ -186,7 +186,7 @@ class GenerateRoutes:
         return _encode_events(pool.stream(affinity, sample), request, fields, client_id, turn)
 
     async def abort(self, http: Request) -> Response:
-        """Abort requests by id on any worker; return how many were running."""
+        """Abort requests by id on any worker; return how many were running, null if unknown."""
         request_id(http)
         body = await read_body(http, decode_abort, self._context.limits)
         if not body.request_ids:
