@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from lockstep.http.http_request import body_bytes, read_body
-from lockstep.protocol.json.limits import LIMITS
+from lockstep.protocol.json.strict import LIMITS
 
 
 @pytest.mark.parametrize("size", [2, 1 << 10, 1 << 20])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.http.server.limits import LIMITS, parse_limits
-from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
+from lockstep.protocol.json.strict import LIMITS as REQUEST_LIMITS
 from lockstep.tokens.errors import BadRequest
 
 

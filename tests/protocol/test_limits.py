@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.protocol.json.limits import (
+from lockstep.protocol.json.strict import (
     LIMITS,
     JsonShape,
     RequestLimits,

@@ -75,6 +75,7 @@ class ModelLimits:
 
 
 P = ParamSpec("P")
+B = TypeVar("B", ExtractedBody, bytearray | ExtractedBody)
 T = TypeVar("T")
 
 
@@ -121,13 +122,14 @@ class HttpTransport:
 
     async def _decode(
         self,
-        decode: Callable[Concatenate[ExtractedBody, P], T],
-        response: ExtractedBody,
+        decode: Callable[Concatenate[B, P], T],
+        response: B,
         *more: P.args,
         **options: P.kwargs,
     ) -> T:
         """Decode a response; a large one in a thread."""
-        large = is_large_json(len(response.json))
+        size = len(response.json if isinstance(response, ExtractedBody) else response)
+        large = is_large_json(size)
         return await off_loop(large, decode, response, *more, **options)
 
     def _reading(self, request: GenerateRequest, card: ModelCard | None, index: int = 0) -> Reading:

@@ -14,7 +14,7 @@ from lockstep.cli.dynamo_network import DynamoNetwork
 from lockstep.cli.shared_options import takes
 from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, parse_limits
 from lockstep.http.tls import TlsFiles
-from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
+from lockstep.protocol.json.strict import LIMITS as REQUEST_LIMITS
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest

@@ -47,8 +47,8 @@ from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, ServerLimits
 from lockstep.http.server.loop_monitor import LoopMonitor
 from lockstep.http.server.server import Endpoint, listen, serving, url_of
 from lockstep.http.tls import TlsFiles, without_ca
-from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
-from lockstep.protocol.json.limits import RequestLimits
+from lockstep.protocol.json.strict import LIMITS as REQUEST_LIMITS
+from lockstep.protocol.json.strict import RequestLimits
 from lockstep.storage.protocols import KeyStore, SessionStore
 from lockstep.tokens.errors import Forbidden, LockstepError, NotFound
 

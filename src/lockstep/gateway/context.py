@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.model_registry import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.protocol.json.limits import LIMITS, RequestLimits
+from lockstep.protocol.json.strict import LIMITS, RequestLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from lockstep.http.http_request import ClientGone, unless_gone
 from lockstep.http.route_templates import UNKNOWN, RouteTemplates
 from lockstep.protocol.common.error_body import error_body, error_fields
 from lockstep.protocol.common.request_id import is_request_id
-from lockstep.protocol.json.limits import too_deep
+from lockstep.protocol.json.strict import too_deep
 from lockstep.tokens.errors import LockstepError, Unauthorized
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from lockstep.http.off_loop import (
     SMALL_BODY_BYTES,
     off_loop,
 )
-from lockstep.protocol.json.limits import RequestLimits, check_shape, rough_values
+from lockstep.protocol.json.strict import RequestLimits, check_shape, rough_values
 from lockstep.tokens.errors import BadRequest, TooLarge
 
 T = TypeVar("T")

@@ -13,8 +13,10 @@ import os
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from lockstep.http.off_loop import LONG_COMPLETION_TOKENS, off_loop
 from lockstep.models import bundled
@@ -296,6 +298,21 @@ class Renderer:
             True, self.render, messages, tools, add_generation_prompt=add_generation_prompt
         )
 
+    async def tokenizer_digest(self) -> bytes:
+        """Return a digest of the tokenizer's vocabulary, which says what token ids mean."""
+        digest = _DIGESTS.get(self.tokenizer)
+        return await off_loop(True, self._make_digest) if digest is None else digest
+
+    def _make_digest(self) -> bytes:
+        # Under a lock: the first requests of a gateway come together, and a large vocabulary takes
+        # a good part of a second.
+        with _DIGESTING:
+            if (digest := _DIGESTS.get(self.tokenizer)) is None:
+                vocabulary = sorted(self.tokenizer.get_vocab().items())
+                digest = blake2b(repr(vocabulary).encode(), digest_size=16).digest()
+                _DIGESTS[self.tokenizer] = digest
+            return digest
+
     def _make_family_bridge(self) -> FamilyBridge | None:
         """Return the family's bridge if it writes the same as the template."""
         if not self.family:
@@ -322,6 +339,8 @@ def _before(token_ids: Sequence[int], ends: Container[int]) -> list[int]:
 # Threads that miss the cache at once would each load the tokenizer, and importing transformers in
 # several threads at once can fail.
 _LOADING = threading.Lock()
+_DIGESTING = threading.Lock()
+_DIGESTS: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 
 @functools.lru_cache(maxsize=32)

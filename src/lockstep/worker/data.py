@@ -23,7 +23,7 @@ from lockstep.http.http_request import read_body, unless_gone
 from lockstep.http.off_loop import is_large_response, off_loop
 from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.common.request_id import check_request_id
-from lockstep.protocol.json.limits import LIMITS, RequestLimits
+from lockstep.protocol.json.strict import LIMITS, RequestLimits
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
 from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request

@@ -29,7 +29,7 @@ from lockstep.http.server.server import (
 from lockstep.http.tls import TlsFiles
 from lockstep.models import bundled
 from lockstep.progress import Progress
-from lockstep.protocol.json.limits import LIMITS, RequestLimits
+from lockstep.protocol.json.strict import LIMITS, RequestLimits
 from lockstep.worker.data import DataPlane
 from lockstep.worker.system import SystemPlane
 

@@ -9,20 +9,21 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 
-from lockstep.gateway.sessions import expiry, samples
-from lockstep.gateway.sessions.cache import CachedSession
+from lockstep.gateway.sessions import expiry
+from lockstep.gateway.sessions.cache import CachedSession, Session
 from lockstep.gateway.sessions.limits import SessionLimits
-from lockstep.gateway.sessions.session import Session
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.json.lazy_ids import LazyIds
 from lockstep.render import Renderer
+from lockstep.render import renderer as renderer_module
 from lockstep.storage.sqlite import session_tables as tables
 from lockstep.storage.sqlite import thread as store
 from lockstep.storage.sqlite.sessions import SqliteSessionStore
@@ -577,13 +578,13 @@ async def test_a_damaged_session_is_not_served_as_if_it_were_whole(
     assert len(messages) == 6
 
 
-async def test_the_first_requests_share_one_fingerprint(
+async def test_the_first_requests_share_one_digest_of_the_tokenizer(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    make = samples._fingerprint
+    monkeypatch.setattr(renderer_module, "_DIGESTS", WeakKeyDictionary())
     monkeypatch.setattr(
-        samples, "_fingerprint", lambda tokenizer: made.append(1) or make(tokenizer)
+        renderer_module, "blake2b", lambda *a, **k: made.append(1) or blake2b(*a, **k)
     )
     async with Sessions() as sessions:
         first = asyncio.create_task(sessions.open("s0", renderer))

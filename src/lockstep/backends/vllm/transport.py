@@ -12,7 +12,7 @@ from lockstep.backends.transport import CompletionStream, ModelCard, Relay, Tran
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import Reading
-from lockstep.protocol.json.base64_extract import Base64Extractor
+from lockstep.protocol.json.base64_extract import Base64Extractor, ExtractedBody
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
 from lockstep.protocol.vllm.encode_generate import encode_lockstep, encode_vllm
 from lockstep.protocol.vllm.generate_response import REQUEST_ID_PREFIX
@@ -51,9 +51,14 @@ class VllmTransport(HttpTransport):
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         body, reading = await self._prepare(request, stream=False)
-        response = await self._http.post_collected(
-            ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
-        )
+        timeout, headers = request.timeout, request.headers
+        response: bytearray | ExtractedBody
+        if request.experts_start is None:
+            response = await self._http.post(ROUTE, body, timeout=timeout, headers=headers)
+        else:
+            response = await self._http.post_collected(
+                ROUTE, body, Base64Extractor, timeout=timeout, headers=headers
+            )
         return await self._decode(decode_generate, response, reading)
 
     async def stream(self, request: GenerateRequest) -> CompletionStream:

@@ -11,7 +11,7 @@ import typer
 
 from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, parse_limits
 from lockstep.http.tls import TlsFiles
-from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
+from lockstep.protocol.json.strict import LIMITS as REQUEST_LIMITS
 from lockstep.tokens.errors import BadRequest
 
 if TYPE_CHECKING:

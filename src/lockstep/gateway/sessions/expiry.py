@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 
-from lockstep.gateway.sessions.cache import SessionCache
+from lockstep.gateway.sessions.cache import ServiceClock, SessionCache
 from lockstep.gateway.sessions.limits import SessionCounts
 from lockstep.storage.protocols import SessionStore
 from lockstep.storage.session_entry import SessionEntry
@@ -20,26 +18,6 @@ CLOCK_SECONDS = 10.0
 """How often gateways of one store agree on the service clock and read the totals."""
 SWEEP_BATCH = 200
 """Most sessions deleted in one transaction: commits of turns wait for it."""
-
-
-class ServiceClock:
-    """Seconds for which gateways have served a store, over all their restarts.
-
-    It advances only while a gateway runs, so that neither a changed time of day nor a night
-    switched off makes sessions look unused.
-    """
-
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._offset = 0.0
-
-    def restore(self, seconds: float) -> None:
-        """Continue from a stored time."""
-        self._offset = seconds - self._monotonic()
-
-    def now(self) -> float:
-        """Return the time in seconds."""
-        return self._monotonic() + self._offset
 
 
 class SessionExpiry:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from lockstep.gateway.sessions.cache import SessionCache
-from lockstep.gateway.sessions.expiry import ServiceClock
+from lockstep.gateway.sessions.cache import ServiceClock, SessionCache
 from lockstep.gateway.sessions.loading import find_session
 from lockstep.http.auth import key_digest
 from lockstep.storage.protocols import SessionStore

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lockstep.gateway.sessions.cache import CachedSession, SessionCache
 from lockstep.gateway.sessions.limits import SessionCounts
-from lockstep.gateway.sessions.samples import reading_back
 from lockstep.http.off_loop import off_loop
 from lockstep.ledger import Ledger
 from lockstep.render import Renderer
 from lockstep.storage.protocols import LoadedSession, SessionStore
 from lockstep.storage.session_entry import SessionEntry
-from lockstep.tokens.errors import Conflict, NotFound
+from lockstep.tokens.errors import Conflict, LockstepError, NotFound, Unavailable
 
 
 class SessionLoader:
@@ -104,3 +105,12 @@ async def find_session(store: SessionStore, name: str) -> SessionEntry:
             param="session_id",
         )
     return entry
+
+
+@contextmanager
+def reading_back(name: str) -> Iterator[None]:
+    """Raise Unavailable instead of errors in stored turns, which are not the caller's fault."""
+    try:
+        yield
+    except LockstepError as error:
+        raise Unavailable(f"session {name!r} cannot be read back: {error.message}") from error

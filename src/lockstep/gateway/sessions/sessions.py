@@ -12,14 +12,17 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from lockstep.gateway.sessions.cache import CachedSession, SessionCache
-from lockstep.gateway.sessions.expiry import TTL_SECONDS, ServiceClock, SessionExpiry
+from lockstep.gateway.sessions.cache import (
+    CachedSession,
+    ServiceClock,
+    Session,
+    SessionCache,
+)
+from lockstep.gateway.sessions.expiry import TTL_SECONDS, SessionExpiry
 from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.gateway.sessions.keys import SessionKeys
 from lockstep.gateway.sessions.limits import SESSION_LIMITS, SessionCounts, SessionLimits
-from lockstep.gateway.sessions.loading import SessionLoader, find_session
-from lockstep.gateway.sessions.samples import TokenizerFingerprints, reading_back
-from lockstep.gateway.sessions.session import Session
+from lockstep.gateway.sessions.loading import SessionLoader, find_session, reading_back
 from lockstep.gateway.sessions.writes import SessionWrites
 from lockstep.http.off_loop import off_loop
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
@@ -76,7 +79,6 @@ class Sessions:
         )
         self._writes = SessionWrites(self._store, self.cache, self.keys, self.counts)
         self._loader = SessionLoader(self._store, self.cache, self.counts)
-        self._fingerprints = TokenizerFingerprints()
         self._sweeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Sessions:
@@ -132,7 +134,7 @@ class Sessions:
         With `begun` it must exist: Conflict otherwise. Raises Busy at the limit of sessions, and
         Conflict when its turns are of another tokenizer, in which their ids mean something else.
         """
-        tokenizer = await self._fingerprints.of(renderer)
+        tokenizer = await renderer.tokenizer_digest()
         cached = self.cache.find(session_id)
         if cached is None:
             cached = await self._loader.load(session_id, renderer)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lockstep.http.off_loop import off_loop
-from lockstep.protocol.json.limits import RequestLimits
+from lockstep.protocol.json.strict import RequestLimits
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
 from lockstep.tokens.errors import PromptTooLong, TooLarge

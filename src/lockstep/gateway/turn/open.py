@@ -12,7 +12,7 @@ from lockstep import tracing
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.callers import caller_of, request_id, session_id
 from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.sessions.session import Session
+from lockstep.gateway.sessions.cache import Session
 from lockstep.gateway.turn.context_limit import CHARACTERS_PER_TOKEN, check_chat_fits
 from lockstep.gateway.turn.harness import origin_of
 from lockstep.gateway.turn.prompt import plan_prompt

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.gateway.sessions.session import Session
+from lockstep.gateway.sessions.cache import Session
 from lockstep.gateway.turn.context_limit import texts_of
 from lockstep.gateway.turn.kept_ids import (
     LOGPROBS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.gateway.sessions.session import Session
+from lockstep.gateway.sessions.cache import Session
 from lockstep.ledger import PromptPlan
 from lockstep.ledger.branch_sample import check_comparable
 from lockstep.tokens import Completion, Sampling

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.gateway.sessions.session import Session
+from lockstep.gateway.sessions.cache import Session
 from lockstep.ledger import PromptPlan, Reply
 from lockstep.ledger.origin import Origin
 from lockstep.protocol.common.request import GenerateRequest

@@ -115,7 +115,13 @@ def decode_generate(body: bytes | bytearray | ExtractedBody, reading: Reading) -
     Raises a ContractError that names the position wherever the response breaks the token contract,
     and the typed error that the server states in a body with `error`.
     """
-    extracted = extract_base64(body, most=reading.request.sampling.n)
+    if isinstance(body, ExtractedBody):
+        extracted = body
+    elif _has_experts(body):
+        # vLLM returns them without being asked, if it was started to.
+        extracted = extract_base64(body, most=reading.request.sampling.n)
+    else:
+        extracted = ExtractedBody(body, ())
     return _completions(_decode(extracted, reading), extracted, reading)
 
 
