@@ -52,9 +52,24 @@ def write_checkpoint(directory: Path, seed: int) -> Path:
     return directory
 
 
+def write_adapter(directory: Path, seed: int) -> Path:
+    """An adapter of one module; every seed gives other weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    shapes = {"A": (2, 8), "B": (8, 2)}
+    tensors = {
+        f"base_model.model.q_proj.lora_{side}.weight": random.standard_normal(shape).astype("<f4")
+        for side, shape in shapes.items()
+    }
+    tensor_file.write(directory / "adapter_model.safetensors", tensors)
+    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
+
+
 def contents(directory: Path) -> str:
     """What stands for the weights in a directory."""
-    raw = b"".join(path.read_bytes() for path in sorted(directory.glob("model*.safetensors")))
+    raw = b"".join(path.read_bytes() for path in sorted(directory.glob("*model*.safetensors")))
     return hashlib.sha256(raw).hexdigest()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden
@@ -52,6 +52,14 @@ def resolve(path: str, roots: Sequence[Path] | None, field: str = "weight_dir") 
         reason = error.strerror or error
         raise CheckpointError(f"{field} is {path!r}: {reason}", param=field) from None
     return real
+
+
+def check_links(directory: Path, names: Iterable[str], roots: Sequence[Path]) -> None:
+    """Raise Forbidden for a symlink in `directory` that leads out of it and of `roots`."""
+    for name in names:
+        path = directory / name
+        if path.is_symlink() and not inside(path.resolve(), (directory, *roots)):
+            raise Forbidden(f"{path} is a symlink out of the allowed roots")
 
 
 def inside(path: Path, roots: Sequence[Path]) -> bool:

@@ -24,10 +24,10 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.probe import Probe
 from lockstep.checkpoint.safetensors_file import TensorFile
-from lockstep.checkpoint.sources import inside, resolve
+from lockstep.checkpoint.sources import check_links, resolve
 from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD, check_names, tied_head_differs
 from lockstep.checkpoint.tensor_scan import digests
-from lockstep.tokens.errors import CheckpointError, Forbidden
+from lockstep.tokens.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",
@@ -146,9 +146,7 @@ class Checkpoint:
         before = _snapshot(path)
         manifest = Manifest.read(path)
         check_stable(path, manifest)
-        for name in before:
-            if (path / name).is_symlink() and not inside((path / name).resolve(), (path, *roots)):
-                raise Forbidden(f"{path / name} is a symlink out of the allowed roots")
+        check_links(path, before, roots)
         files = _files(path)
         if manifest is not None:
             used = {file.path.name for file in files} | ({INDEX, CONFIG, PROBE} & before.keys())

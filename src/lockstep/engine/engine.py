@@ -288,15 +288,22 @@ class Engine:
 
     # Adapters
 
-    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> bool:
+    async def load_adapter(
+        self,
+        name: str,
+        path: Path,
+        label: str | None = None,
+        roots: Sequence[Path] | None = None,
+    ) -> bool:
         """Serve an adapter as `name`; return whether it replaced another.
 
-        Raises AdapterError for an invalid adapter, and the engine keeps serving the previous one.
+        Raises AdapterError for an invalid adapter, and Forbidden for a symlink out of `roots` (None
+        allows any); the engine then keeps serving the previous one.
         """
         check_adapter_name(name)
         if label is not None:
             check_label(label, "version")
-        adapter = await asyncio.to_thread(self.core.served.load_adapter, name, path, label)
+        adapter = await asyncio.to_thread(self.core.served.load_adapter, name, path, label, roots)
         return await self._call(lambda: self.core.served.add_adapter(adapter))
 
     async def unload_adapter(self, name: str) -> None:

@@ -333,7 +333,9 @@ class SystemPlane:
         path = resolve(body.lora_path, self._roots, "lora_path")
         self._loading.add(body.lora_name)
         try:
-            swapped = await self.engine.load_adapter(body.lora_name, path, body.version)
+            swapped = await self.engine.load_adapter(
+                body.lora_name, path, body.version, self._roots
+            )
         finally:
             self._loading.discard(body.lora_name)
         adapter = self.engine.adapters[body.lora_name]

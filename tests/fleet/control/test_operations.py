@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
 from lockstep.backends.admin import Source
 from lockstep.storage.sqlite.control import SqliteControlStore
-from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound
+from lockstep.tokens.errors import AdapterError, BadRequest, Conflict, LockstepError, NotFound
 from lockstep.tokens.operation import Operation
 from tests.fleet.fakes import until
 from tests.simulator.fleet import simulated
-from tests.simulator.workers import write_checkpoint
+from tests.simulator.workers import write_adapter
 
 
 @pytest.mark.failure_mode("F22")
 async def test_every_operation_over_no_workers_fails_with_503(tmp_path: Path) -> None:
-    adapter = str(write_checkpoint(tmp_path / "adapter", 5))
+    adapter = str(write_adapter(tmp_path / "adapter", 5))
     async with simulated(tmp_path, 0) as simulation:
         fleet = simulation.fleet
         before = fleet.desired
@@ -190,8 +191,8 @@ async def test_a_cancelled_removal_removes_the_worker_completely(tmp_path: Path)
 async def test_workers_that_may_hold_an_adapter_whose_load_was_lost_do_not_serve(
     tmp_path: Path,
 ) -> None:
-    first = str(write_checkpoint(tmp_path / "one", 31))
-    second = str(write_checkpoint(tmp_path / "two", 32))
+    first = str(write_adapter(tmp_path / "one", 31))
+    second = str(write_adapter(tmp_path / "two", 32))
     async with simulated(tmp_path) as fleet:
         await fleet.fleet.load_adapter("x", first)
         for worker, kind in zip(fleet.workers, ("swallow", "drop", "swallow"), strict=True):
@@ -206,7 +207,7 @@ async def test_workers_that_may_hold_an_adapter_whose_load_was_lost_do_not_serve
 
 @pytest.mark.failure_mode("F29")
 async def test_the_first_worker_has_no_more_weight_than_the_others(tmp_path: Path) -> None:
-    path = str(write_checkpoint(tmp_path / "one", 31))
+    path = str(write_adapter(tmp_path / "one", 31))
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike("probe", "corrupt")
         operation = await fleet.fleet.load_adapter("x", path)
@@ -222,10 +223,10 @@ async def test_the_first_worker_has_no_more_weight_than_the_others(tmp_path: Pat
 async def test_an_adapter_reloaded_from_the_same_path_has_the_new_contents_everywhere(
     tmp_path: Path,
 ) -> None:
-    path = write_checkpoint(tmp_path / "one", 31)
+    path = write_adapter(tmp_path / "one", 31)
     async with simulated(tmp_path) as fleet:
         first = await fleet.fleet.load_adapter("x", str(path))
-        write_checkpoint(path, 32)
+        write_adapter(path, 32)
         fleet.workers[1].kill()
         fleet.workers[1].start()
         await fleet.pool.look()
@@ -238,9 +239,20 @@ async def test_an_adapter_reloaded_from_the_same_path_has_the_new_contents_every
         fleet.check()
 
 
+async def test_an_adapter_that_is_no_lora_reaches_no_worker(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "one", 31)
+    settings = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "IA3"}))
+    async with simulated(tmp_path, 1) as fleet:
+        fleet.workers[0].strike("load", "error")
+        with pytest.raises(AdapterError, match="peft_type 'IA3', expected 'LORA'"):
+            await fleet.fleet.load_adapter("x", str(path))
+        assert fleet.workers[0].adapters == {}
+
+
 @pytest.mark.failure_mode("F32")
 async def test_hundreds_of_adapter_names_leave_nothing_behind(tmp_path: Path) -> None:
-    path = str(write_checkpoint(tmp_path / "one", 31))
+    path = str(write_adapter(tmp_path / "one", 31))
     async with simulated(tmp_path, 1) as fleet:
         before = fleet.fleet.desired
         for number in range(600):

@@ -16,7 +16,7 @@ from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.tokens.errors import LockstepError
 from tests.simulator.fleet import Simulation, simulated
-from tests.simulator.workers import Kind, SimulatedWorker, write_checkpoint
+from tests.simulator.workers import Kind, SimulatedWorker, write_adapter
 
 T = TypeVar("T")
 BUDGET = PhaseBudgets(stage=0.05, pause=0.05, commit=0.05, prove=0.05, resume=0.05)
@@ -134,7 +134,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("xy"), seed=st.integers(100, 103))
     def load_adapter(self, name: str, seed: int) -> None:
-        path = write_checkpoint(self.directory / f"adapter-{seed}", seed)
+        path = write_adapter(self.directory / f"adapter-{seed}", seed)
         self.attempt(self.sim.fleet.load_adapter(name, str(path)))
 
     @rule(name=st.sampled_from("xy"))

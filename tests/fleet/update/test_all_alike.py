@@ -17,7 +17,7 @@ from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, Unavailable, UpdateFailed
 from tests.fleet.fakes import until
 from tests.simulator.fleet import Simulation, simulated
-from tests.simulator.workers import write_checkpoint
+from tests.simulator.workers import write_adapter, write_checkpoint
 
 PATIENT = PhaseBudgets(
     stage=60, pause=60, swap=0.3, commit=60, prove=60, resume=1, straggler=0.3, stage_straggler=0.3
@@ -30,8 +30,8 @@ def states(fleet: Simulation) -> set[str]:
 
 @pytest.mark.failure_mode("F29")
 async def test_an_adapter_that_no_worker_can_score_is_undone_everywhere(tmp_path: Path) -> None:
-    first = str(write_checkpoint(tmp_path / "one", 31))
-    second = str(write_checkpoint(tmp_path / "two", 32))
+    first = str(write_adapter(tmp_path / "one", 31))
+    second = str(write_adapter(tmp_path / "two", 32))
     async with simulated(tmp_path) as fleet:
         for name, before in (("y", {}), ("x", {"x"})):
             if before:
@@ -163,7 +163,7 @@ async def test_a_worker_that_is_a_little_slower_is_waited_for(tmp_path: Path) ->
 
 
 async def test_two_loads_of_one_adapter_at_once_are_refused(tmp_path: Path) -> None:
-    path = str(write_checkpoint(tmp_path / "one", 31))
+    path = str(write_adapter(tmp_path / "one", 31))
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike("load", "delay")
         first = asyncio.create_task(fleet.fleet.load_adapter("x", path, key="k"))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.simulator.fleet import simulated
-from tests.simulator.workers import SimulatedWorker, write_checkpoint
+from tests.simulator.workers import SimulatedWorker, write_adapter
 
 
 @pytest.mark.failure_mode("F26")
 async def test_a_joiner_gets_version_adapters_and_pause_and_is_proved(tmp_path: Path) -> None:
-    adapter = str(write_checkpoint(tmp_path / "adapter", 40))
+    adapter = str(write_adapter(tmp_path / "adapter", 40))
     async with simulated(tmp_path, 2) as fleet:
         await fleet.update("a")
         await fleet.fleet.load_adapter("x", adapter)

@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from lockstep.checkpoint.files import parse_object
+from lockstep.checkpoint.adapter import AdapterFiles
+from lockstep.checkpoint.safetensors_file import TensorEntry, TensorFile
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.kv.cache import index_on
 from lockstep.engine.model.arithmetic import round_up
-from lockstep.tokens.errors import AdapterError, CheckpointError
+from lockstep.tokens.errors import AdapterError
 
 _uids = count()
 NAME = re.compile(
@@ -80,41 +81,33 @@ class Adapter:
         device: str,
         dtype: torch.dtype,
         label: str | None = None,
+        roots: Sequence[Path] | None = None,
     ) -> Adapter:
-        """Return the adapter in `path`. Raises AdapterError that says what does not fit this model.
+        """Return the adapter in `path`. Raises AdapterError that says what does not fit this model,
+        and Forbidden for a symlink out of `roots` (None allows any).
 
         Version spans identify its contents by a hash, prefixed by `label` if there is one.
         """
-        settings = _read_settings(path)
+        files = AdapterFiles.read(path, roots)
+        settings = _check_settings(files.settings)
         rank = _read_rank(settings, max_rank, path)
-        body = _read(path / "adapter_model.safetensors")
+        # The header decides whether the file is read: its size is then that of the model's shapes.
+        targets = {
+            module: _check_pair(config, rank, module, pair)
+            for module, pair in sorted(_pairs(files.file.entries).items())
+        }
+        files.check_modules()
+        body = _read(files.file)
         try:
             tensors = load_safetensors(body)
         except SafetensorError as error:
             raise AdapterError(f"{path} holds no readable safetensors: {error}") from None
-        pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
-            match = NAME.fullmatch(key)
-            if not match:
-                raise AdapterError(f"adapter tensor {key!r} is not a LoRA weight of this model")
-            if not tensor.is_floating_point():
-                raise AdapterError(f"adapter tensor {key!r} is {tensor.dtype}, expected a float")
             if not bool(torch.isfinite(tensor).all()):
                 raise AdapterError(f"adapter tensor {key!r} has values that are NaN or infinite")
-            layer, module = (HEAD_LAYER, match[3]) if match[3] else (int(match[1]), match[2])
-            pairs.setdefault((layer, module), {})[match[4]] = tensor
-        if not pairs:
-            raise AdapterError(f"{path} holds no LoRA tensors")
         deltas: dict[tuple[int, str], list[LoraDelta]] = {}
-        for (layer, module), pair in sorted(pairs.items()):
-            packed, start, size_in, size_out = _target(config, layer, module)
-            expected = {"A": (rank, size_in), "B": (size_out, rank)}
-            for side, shape in expected.items():
-                got = tuple(pair[side].shape) if side in pair else None
-                if got != shape:
-                    where = module if layer == HEAD_LAYER else f"{module} in layer {layer}"
-                    raise AdapterError(f"lora_{side} of {where} has shape {got}, expected {shape}")
-            a, b = (pair[side].to(device=device, dtype=dtype).contiguous() for side in "AB")
+        for (layer, _), (packed, start, *keys) in targets.items():
+            a, b = (tensors[key].to(device=device, dtype=dtype).contiguous() for key in keys)
             deltas.setdefault((layer, packed), []).append(LoraDelta(a, b, start))
         scaling = _read_scaling(settings, rank, path)
         # The digest covers the scaling: the same tensors scaled differently are another adapter.
@@ -182,19 +175,48 @@ def _numbers(spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
 
 
-def _read(path: Path) -> bytes:
+def _read(file: TensorFile) -> bytes:
     try:
-        return path.read_bytes()
+        with open(file.path, "rb") as source:
+            body = source.read(file.size + 1)
     except OSError as error:
-        raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
+        raise AdapterError(f"{file.path} cannot be read: {error.strerror}") from None
+    if len(body) != file.size:
+        raise AdapterError(f"{file.path} changed while it was read: write it once, then load it")
+    return body
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    where = path / "adapter_config.json"
-    try:
-        settings = parse_object(_read(where), str(where))
-    except CheckpointError as error:
-        raise AdapterError(error.message) from None
+def _pairs(entries: Iterable[TensorEntry]) -> dict[tuple[int, str], dict[str, TensorEntry]]:
+    """Return the two factors of each update, by layer and module."""
+    pairs: dict[tuple[int, str], dict[str, TensorEntry]] = {}
+    for entry in entries:
+        match = NAME.fullmatch(entry.name)
+        if not match:
+            raise AdapterError(f"adapter tensor {entry.name!r} is not a LoRA weight of this model")
+        layer, module = (HEAD_LAYER, match[3]) if match[3] else (int(match[1]), match[2])
+        factors = pairs.setdefault((layer, module), {})
+        if match[4] in factors:
+            raise AdapterError(f"adapter tensor {entry.name!r} is there under two names")
+        factors[match[4]] = entry
+    return pairs
+
+
+def _check_pair(
+    config: ModelConfig, rank: int, target: tuple[int, str], pair: Mapping[str, TensorEntry]
+) -> tuple[str, int, str, str]:
+    """Return packed module, first column and the names of both factors of an update. Raises
+    AdapterError for shapes that do not fit the model."""
+    layer, module = target
+    packed, start, size_in, size_out = _target(config, layer, module)
+    for side, shape in {"A": (rank, size_in), "B": (size_out, rank)}.items():
+        got = pair[side].shape if side in pair else None
+        if got != shape:
+            where = module if layer == HEAD_LAYER else f"{module} in layer {layer}"
+            raise AdapterError(f"lora_{side} of {where} has shape {got}, expected {shape}")
+    return packed, start, pair["A"].name, pair["B"].name
+
+
+def _check_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in UNSUPPORTED:
         if settings.get(name):
             raise AdapterError(f"adapter_config.json sets {name}, which is not supported")
@@ -203,7 +225,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _read_rank(settings: dict[str, Any], max_rank: int, path: Path) -> int:
+def _read_rank(settings: Mapping[str, Any], max_rank: int, path: Path) -> int:
     rank = settings.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterError(
@@ -214,7 +236,7 @@ def _read_rank(settings: dict[str, Any], max_rank: int, path: Path) -> int:
     return rank
 
 
-def _read_scaling(settings: dict[str, Any], rank: int, path: Path) -> float:
+def _read_scaling(settings: Mapping[str, Any], rank: int, path: Path) -> float:
     """Return the factor of the update.
 
     Raises AdapterError for a lora_alpha so large that every result would be infinite.

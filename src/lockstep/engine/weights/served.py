@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ class ServedWeights:
         self.weights = self._load(directory, options.weight_version)
         self.previous: Weights | None = None
         self.history = [options.weight_version]
-        self.adapters: dict[str, Adapter] = {}
+        # Replaced, never changed: the event loop iterates over it while the engine's thread loads.
+        self.adapters: Mapping[str, Adapter] = {}
         # Captured CUDA graphs hold addresses, so new weights are copied into the old memory.
         self._in_place = options.device != "cpu"
 
@@ -46,8 +48,15 @@ class ServedWeights:
             self._check_same(ModelConfig.read(directory), directory)
         return self._load(directory, version)
 
-    def load_adapter(self, name: str, path: Path, label: str | None = None) -> Adapter:
-        """Read an adapter. Raises AdapterError unless it fits."""
+    def load_adapter(
+        self,
+        name: str,
+        path: Path,
+        label: str | None = None,
+        roots: Sequence[Path] | None = None,
+    ) -> Adapter:
+        """Read an adapter. Raises AdapterError unless it fits, Forbidden for a symlink out of
+        `roots`."""
         return Adapter.load(
             name,
             path,
@@ -56,6 +65,7 @@ class ServedWeights:
             device=self.options.device,
             dtype=self.dtype,
             label=label,
+            roots=roots,
         )
 
     def _load(self, directory: Path, version: str) -> Weights:
@@ -102,12 +112,13 @@ class ServedWeights:
                 f"{len(self.adapters)} adapters are loaded, which is the limit: unload one, or "
                 "raise max_adapters"
             )
-        self.adapters[adapter.name] = adapter
+        self.adapters = {**self.adapters, adapter.name: adapter}
         return swapped
 
     def remove_adapter(self, name: str) -> None:
         """Stop serving an adapter. Raises UnknownModel when it is not loaded."""
-        del self.adapters[self.adapter(name).name]
+        removed = self.adapter(name)
+        self.adapters = {k: v for k, v in self.adapters.items() if v is not removed}
 
     def adapter(self, name: str) -> Adapter:
         """Return the adapter of that name.

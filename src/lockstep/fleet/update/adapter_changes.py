@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from lockstep.checkpoint.adapter import AdapterFiles
 from lockstep.checkpoint.probe import Probe
 from lockstep.checkpoint.validate import resolve
 from lockstep.fleet.fan_out import Failures, quarantine_failed, run_phase
@@ -44,10 +47,16 @@ class AdapterChanges:
         """
         state = self._state
         directory = resolve(path, state.roots, "lora_path")
-        await _check_not_model(state.pool, name)
+        base = await _base_names(state.pool, name)
         workers, before = state.serving(), state.desired.adapters.get(name)
-        probe = reference_of(Probe.beside(directory))
-        base = await self._base_scores(workers, probe, operation)
+        files, stored_probe = await asyncio.to_thread(_read_files, directory, state.roots)
+        warning = await asyncio.to_thread(
+            files.check_base, base, has_probe=stored_probe is not None
+        )
+        if warning is not None:
+            operation.warnings.append(warning)
+        probe = reference_of(stored_probe)
+        base_scores = await self._base_scores(workers, probe, operation)
         labels: dict[Worker, str] = {}
 
         async def load(worker: Worker) -> None:
@@ -77,7 +86,7 @@ class AdapterChanges:
             if reference is not None:
                 witness = Witness(
                     contents="match" if label else "unknown",
-                    before=base.get(worker),
+                    before=base_scores.get(worker),
                     earlier=worker.closeness,
                     same=probe is None,
                 )
@@ -200,12 +209,20 @@ class AdapterChanges:
         quarantine_failed(failed, reason, operation, self._state.quarantine)
 
 
-async def _check_not_model(pool: Pool, name: str) -> None:
-    """Raise Conflict for the name of the model: requests with it would be ambiguous."""
+def _read_files(path: Path, roots: Sequence[Path]) -> tuple[AdapterFiles, Probe | None]:
+    files = AdapterFiles.read(path, roots)
+    files.check_modules()
+    return files, Probe.beside(path)
+
+
+async def _base_names(pool: Pool, name: str) -> list[str]:
+    """Return the names and directories of the served model. Raises Conflict if `name` is one of
+    its names: requests with it would be ambiguous."""
     reached = any(worker.serves and worker.opened for worker in pool.workers)
-    cards = await pool.models() if reached else []
-    if any(card.id == name and card.parent is None for card in cards):
+    cards = [card for card in await pool.models() if card.parent is None] if reached else []
+    if any(card.id == name for card in cards):
         raise Conflict(
             f"lora_name is {name!r}, which is the name of the model: give the adapter another",
             param="lora_name",
         )
+    return list(dict.fromkeys(text for card in cards for text in (card.id, card.root) if text))
