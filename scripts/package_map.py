@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -16,25 +17,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "lockstep"
 DOCUMENT = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- package map: begin -->", "<!-- package map: end -->"
-LAYERS = (
-    ("cli",),
-    ("check", "train", "doctor", "integrations"),
-    ("dashboard",),
-    ("launch",),
-    ("gateway",),
-    ("fleet",),
-    ("client",),
-    ("backends",),
-    ("ledger",),
-    ("render",),
-    ("worker",),
-    ("engine",),
-    ("http",),
-    ("protocol",),
-    ("checkpoint",),
-    ("tokens",),
-)
-"""From top to bottom, as the import contracts in pyproject.toml have them."""
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
+LAYERS = [layer.split(" | ") for layer in CONTRACTS["contracts"][0]["layers"]]
+"""From top to bottom, from the import contract "imports only go down", which lists all packages."""
 
 
 def folder_of(path: Path) -> str:
@@ -91,12 +76,11 @@ def graph() -> str:
 
     It holds no figures: it is compared with the document, and would differ after every commit.
     """
-    present = {row[0] for row in table()}
     lines = ["```mermaid", "graph TD"]
-    known = [folder for layer in LAYERS for folder in layer if folder in present]
-    lines += [f"    {folder}" for folder in known]
-    order = {folder: at for at, folder in enumerate(known)}
-    pairs = [pair for pair in edges() if pair[0] in order and pair[1] in order]
+    folders = [name for layer in LAYERS for name in layer if (PACKAGE / name).is_dir()]
+    lines += [f"    {folder}" for folder in folders]
+    order = {folder: at for at, folder in enumerate(folders)}
+    pairs = list(edges())
     for here, there in sorted(pairs, key=lambda pair: (order[pair[0]], order[pair[1]])):
         lines.append(f"    {here} --> {there}")
     return "\n".join([*lines, "```"])
@@ -137,6 +121,10 @@ def main(arguments: list[str]) -> int:
     elif arguments == ["--check"]:
         if new != text:
             print(f"{DOCUMENT.name} shows another package: run scripts/package_map.py --write")
+            return 1
+        folders = {row[0] for row in table()} - {""}
+        if missing := sorted(name for name in folders if f"| `{name}/` |" not in text):
+            print(f"{DOCUMENT.name} has no line in its table of folders for {', '.join(missing)}")
             return 1
     else:
         print(f"unknown arguments {arguments}: expected none, --write or --check")

@@ -10,10 +10,14 @@ import itertools
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from lockstep.integrations.trl import LockstepRolloutWorker, LockstepWeightTransfer, ServedPolicy
-from lockstep.integrations.trl.cpu import enable_cpu
+from lockstep.integrations.trl import (
+    LockstepRolloutWorker,
+    LockstepWeightTransfer,
+    ServedPolicy,
+    enable_cpu,
+)
 from lockstep.models import bundled
-from lockstep.train.envs.bundled import CALC_TOOL, Calc, run_calc
+from lockstep.train import CALC_TOOL, Calc, run_calc
 
 
 def reward(prompts, completions, answer, **_):

@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from lockstep.integrations.trl import LockstepGeneration
 from lockstep.models import bundled
-from lockstep.train.envs.bundled import Reverse
+from lockstep.train import Reverse
 
 
 def reward(prompts, completions, answer, **_):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import verifiers.v1 as vf
 
-from lockstep.train.envs.bundled import Reverse
+from lockstep.train import Reverse
 
 
 class ReverseTask(vf.Task):

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     )
     from lockstep.engine import exact, probe
     from lockstep.fleet.remote import RemoteFleet
-    from lockstep.tokens import Completion, LockstepError, Sample, Sampling, errors
+    from lockstep.tokens import (
+        Completion,
+        LockstepError,
+        Sample,
+        Sampling,
+        ShapedSpan,
+        VersionSpan,
+        errors,
+    )
 
 try:
     __version__ = version("lockstep-rl")
@@ -41,7 +49,9 @@ __all__ = [
     "Sample",
     "Sampling",
     "Scores",
+    "ShapedSpan",
     "Turn",
+    "VersionSpan",
     "connect",
     "connect_fleet",
     "connect_sync",
@@ -52,7 +62,17 @@ __all__ = [
     "probe",
 ]
 
-_TOKENS = ("Completion", "LockstepError", "Sample", "Sampling", "errors")
+_TOKENS = frozenset(
+    {
+        "Completion",
+        "LockstepError",
+        "Sample",
+        "Sampling",
+        "ShapedSpan",
+        "VersionSpan",
+        "errors",
+    }
+)
 _MODULES = {
     "exact": "lockstep.engine.exact",
     "models": "lockstep.models",

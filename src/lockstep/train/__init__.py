@@ -2,6 +2,7 @@
 
 from lockstep.train.config import TrainConfig
 from lockstep.train.demo.report_page import write_report
+from lockstep.train.envs.bundled import CALC_TOOL, Calc, Reverse, run_calc
 from lockstep.train.envs.environment import (
     Environment,
     Reward,
@@ -13,8 +14,11 @@ from lockstep.train.loop import Trainer
 from lockstep.train.records.step_metrics import Evaluation, RunResult, StepMetrics
 
 __all__ = [
+    "CALC_TOOL",
+    "Calc",
     "Environment",
     "Evaluation",
+    "Reverse",
     "Reward",
     "RolloutContext",
     "RunResult",
@@ -23,5 +27,6 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "load_environment",
+    "run_calc",
     "write_report",
 ]
