@@ -75,7 +75,7 @@ def shown_names(code: str) -> Iterator[tuple[str, str]]:
             owner = ast.unparse(node.value)
             if owner in modules:
                 yield modules[owner], node.attr
-            elif owner in PUBLIC:
+            elif owner.startswith("lockstep.") and owner in PUBLIC:
                 yield owner, node.attr
 
 
