@@ -26,7 +26,8 @@ from rich.console import Console
 
 from benchmarks import table
 from benchmarks.table import Row
-from lockstep.train.demo.demo import Demo, run_demo
+from lockstep.train.demo.demo import run_demo
+from lockstep.train.demo.options import Demo
 from lockstep.train.learning.learner import Learner
 from lockstep.train.records.step_metrics import StepMetrics
 from lockstep.train.steps import StepRunner

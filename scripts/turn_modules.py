@@ -26,10 +26,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.app import GatewayOptions, data_app
+from lockstep.gateway.app import data_app
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.model_registry import ModelRegistry
+from lockstep.gateway.options import GatewayOptions
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server.server import listen, serving, url_of
 

@@ -38,7 +38,7 @@ def test_a_gateway_that_listens_everywhere_must_say_where_others_reach_it() -> N
 
 
 def test_limits_of_sessions_are_set_as_those_of_requests() -> None:
-    arguments = GatewayArguments(limit=["sessions=5", "session_cache_bytes=7", "messages=3"])
+    arguments = GatewayArguments(limit=("sessions=5", "session_cache_bytes=7", "messages=3"))
     options = arguments.options(SETTINGS)
     limits = options.session_limits
     assert (limits.sessions, limits.session_cache_bytes, limits.session_turns) == (5, 7, 1000)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.cli.serving.trainer_view import print_trainer
-from lockstep.gateway.app import GatewayOptions
+from lockstep.gateway.options import GatewayOptions
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

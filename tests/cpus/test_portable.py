@@ -17,7 +17,7 @@ pytestmark = pytest.mark.close_arithmetic("some of the CPUs played here are not 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 SCORES = """
 import json
-from lockstep.engine.config import EngineOptions
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.models import bundled
 import torch; torch.set_num_threads(1)

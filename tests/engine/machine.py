@@ -24,7 +24,7 @@ FORCED = {
 SELF_TEST = """
 import json, sys
 from lockstep.engine.numerics import selftest
-from lockstep.engine.config import EngineOptions
+from lockstep.engine.options import EngineOptions
 report = selftest.run(sys.argv[1], EngineOptions(max_seqs=4, arithmetic=sys.argv[2]))
 print(json.dumps({"exact": report.exact, "problem": report.problem, **report.plan.to_json(),
                   "checks": [check.name for check in report.checks]}))

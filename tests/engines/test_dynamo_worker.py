@@ -20,7 +20,7 @@ from lockstep.worker.dynamo.chunks import chunks_of, collect
 from lockstep.worker.dynamo.request import decimal, read_request
 from lockstep.worker.dynamo.routes import engine_routes
 from lockstep.worker.dynamo.worker import run_dynamo_worker
-from lockstep.worker.serve import WorkerOptions
+from lockstep.worker.options import WorkerOptions
 from lockstep.worker.system import SystemPlane
 from tests.worker.adapters import write_adapter
 

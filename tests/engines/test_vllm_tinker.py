@@ -16,8 +16,9 @@ from lockstep.backends.registry import open_admin
 from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
-from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions, attached_trainer
+from lockstep.integrations.tinker.attached import AttachedTrainer, attached_trainer
 from lockstep.integrations.tinker.calls.futures import Pending
+from lockstep.integrations.tinker.options import TrainerOptions
 from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.protocol.protobuf_messages import (
     Datum,

@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.app import GatewayOptions, data_app
+from lockstep.gateway.app import data_app
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.model_registry import ModelRegistry
+from lockstep.gateway.options import GatewayOptions
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server.server import listen, serving, url_of
 

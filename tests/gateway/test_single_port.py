@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lockstep.gateway.app import GatewayOptions
+from lockstep.gateway.options import GatewayOptions
 from lockstep.gateway.single_port import SinglePort
 from lockstep.http.tls import TlsFiles
 from lockstep.tokens.errors import Forbidden

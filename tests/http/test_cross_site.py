@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.http.auth import check_origins
+from lockstep.http.exposure import check_origins
 from lockstep.http.server.server import listen, serving
 from lockstep.tokens.errors import BadRequest
 from tests.http.peer import HOST, Handlers, application, connected

@@ -18,7 +18,7 @@ from lockstep.http import tls
 from lockstep.http.client.client import HttpClient
 from lockstep.http.server.limits import ServerLimits
 from lockstep.http.server.server import Endpoint, listen, serving, url_of
-from lockstep.http.tls import TlsFiles
+from lockstep.http.tls import ListenerTls, TlsFiles
 from lockstep.tokens.errors import BadRequest, Unavailable
 from tests.http.peer import Handlers, Peer, application
 
@@ -220,7 +220,7 @@ def test_files_that_cannot_be_used_are_named_at_the_start(server: Party, tmp_pat
     with pytest.raises(BadRequest, match=r"missing\.pem"):
         tls.listener_certificates(TlsFiles(cert=missing, key=server.files.key))
     with pytest.raises(BadRequest, match="together"):
-        TlsFiles.of_listener(server.files.cert, None, None)
+        ListenerTls(tls_cert=server.files.cert).files()
     with pytest.raises(BadRequest, match="--tls-client-ca needs"):
-        TlsFiles.of_listener(None, None, server.files.ca)
-    assert TlsFiles.of_listener(None, None, None) is None
+        ListenerTls(tls_client_ca=server.files.ca).files()
+    assert ListenerTls().files() is None

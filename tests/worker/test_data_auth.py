@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from lockstep.engine import Engine, EngineOptions
-from lockstep.http.auth import hosts_of
+from lockstep.http.exposure import hosts_of
 from lockstep.http.server.server import listen, serving, url_of
 from lockstep.models import bundled
 from lockstep.worker.data import DataPlane

@@ -13,9 +13,8 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from lockstep.cli.derived_flags import ModelArgument, with_flags
 from lockstep.cli.dynamo_network import DynamoNetwork
-from lockstep.cli.shared_options import takes
-from lockstep.http.server.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
     from lockstep.launch.local_dynamo import LocalDynamo
@@ -30,14 +29,9 @@ def dynamo() -> None:
 
 
 @app.command()
-@takes(DynamoNetwork, "network")
+@with_flags
 def up(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A bundled model (tiny, tiny-moe) or a directory with a Hugging Face model."
-        ),
-    ] = "tiny",
+    model: ModelArgument = "tiny",
     workers: Annotated[
         int, typer.Option(help="Number of worker processes; 0 with --discovery: a frontend alone.")
     ] = 1,
@@ -72,6 +66,7 @@ def up(
     --discovery they join a deployment of several hosts. What dies is started again. Ctrl-C stops
     all of them.
     """
+    from lockstep.http.server.server import run
     from lockstep.launch.interpreter import DYNAMO, find_python
     from lockstep.launch.local_dynamo import LocalDynamo
 
@@ -97,6 +92,8 @@ def up(
 
 
 async def _main(deployment: LocalDynamo, status: Status, as_json: bool) -> None:
+    from lockstep.http.server.server import stop_event
+
     stop = asyncio.create_task(stop_event().wait())
     with status:
         async with deployment:
@@ -124,6 +121,8 @@ def _show(deployment: LocalDynamo, as_json: bool) -> None:
     """Where it listens, and commands that can be pasted."""
     rows, frontend = deployment.rows, deployment.frontend
     if as_json:
+        from lockstep.http.server.server import say_ready
+
         where = {} if frontend is None else {"url": frontend.url, "rl_url": frontend.system_url}
         say_ready(**where, pid=None if frontend is None else frontend.pid, workers=rows)
         return

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-import typer
+from lockstep.flags import Flag
 
-_option = partial(typer.Option, rich_help_panel="Dynamo on several hosts")
+_network_flag = partial(Flag, panel="Dynamo on several hosts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,25 +18,25 @@ class DynamoNetwork:
 
     discovery: Annotated[
         str | None,
-        _option(
-            help="etcd://HOST:2379 (etcds:// for TLS) where the processes of the deployment find "
+        _network_flag(
+            "etcd://HOST:2379 (etcds:// for TLS) where the processes of the deployment find "
             "each other. User and password: ETCD_AUTH_USERNAME, ETCD_AUTH_PASSWORD."
         ),
     ] = None
     request_plane: Annotated[
         str | None,
-        _option(
-            help="How requests reach workers: tcp, or nats://HOST:4222; by default tcp. User and "
+        _network_flag(
+            "How requests reach workers: tcp, or nats://HOST:4222; by default tcp. User and "
             "password: NATS_AUTH_USERNAME, NATS_AUTH_PASSWORD."
         ),
     ] = None
     event_plane: Annotated[
-        Literal["zmq", "nats"] | None, _option(help="How events travel; by default zmq.")
+        Literal["zmq", "nats"] | None, _network_flag("How events travel; by default zmq.")
     ] = None
     advertise: Annotated[
         str | None,
-        _option(
-            help="Address of this host that frontends and gateways reach; workers listen on it, "
+        _network_flag(
+            "Address of this host that frontends and gateways reach; workers listen on it, "
             "their admin routes too, which have no password. By default loopback."
         ),
     ] = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lockstep.backends.registry import EngineName, TransportName
+from lockstep.cli.derived_flags import ModelArgument, with_flags
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.dynamo_workers import DynamoWorkers
 from lockstep.cli.serving.engine_choice import EngineChoice, worker_source
@@ -22,21 +22,15 @@ from lockstep.cli.serving.sources import (
     StoredWorkers,
     WorkerSource,
 )
-from lockstep.cli.shared_options import takes
 from lockstep.models import bundled
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
 
 
-@takes(GatewayArguments, "arguments")
+@with_flags
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A bundled model (tiny, tiny-moe) or a directory with a Hugging Face model."
-        ),
-    ] = "tiny",
+    model: ModelArgument = "tiny",
     vllm_args: Annotated[
         list[str] | None, typer.Argument(help="Options for `vllm serve`, after --.")
     ] = None,
@@ -73,12 +67,12 @@ def serve(
         arguments,
         settings,
     )
-    arguments = replace(arguments, tokenizer=arguments.tokenizer or model)
+    arguments = arguments.with_tokenizer(model)
     _hide_torch()
     GatewayProcess(source, arguments, settings, bundled(model) or Path(model)).run()
 
 
-@takes(GatewayArguments, "arguments")
+@with_flags
 def gateway(
     worker: Annotated[
         list[str] | None,
@@ -129,12 +123,12 @@ def gateway(
             raise BadRequest(f"{url!r} is no URL: expected http://HOST:PORT", param="worker")
     source: WorkerSource
     if workers_join:
-        if arguments.tokenizer is None:
+        if arguments.gateway.tokenizer is None:
             raise BadRequest(
                 "--workers-join needs --tokenizer: there is no worker yet to tell the model's",
                 param="tokenizer",
             )
-        source = JoiningWorkers(arguments.tokenizer)
+        source = JoiningWorkers(arguments.gateway.tokenizer)
     elif stored:
         source = StoredWorkers(wait_seconds)
     elif dynamo:

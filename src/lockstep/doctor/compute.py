@@ -12,11 +12,11 @@ import torch
 
 from lockstep.doctor.check import Check
 from lockstep.doctor.host import cores
-from lockstep.engine.config import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics import selftest
 from lockstep.engine.numerics.bf16 import make_bf16_safe
+from lockstep.engine.options import EngineOptions
 from lockstep.models import bundled
 from lockstep.tokens.errors import EngineFailure, LockstepError
 

@@ -1,16 +1,14 @@
-"""The architecture of a model, read from config.json, and the options of an engine."""
+"""The architecture of a model, read from config.json."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.engine.numerics.block_shapes import Products, products
-from lockstep.tokens import LogprobMode
-from lockstep.tokens.errors import BadRequest, CheckpointError
-from lockstep.tokens.versions import check_label
+from lockstep.tokens.errors import CheckpointError
 
 FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
@@ -136,63 +134,6 @@ class ModelConfig:
                 and (layer + 1) % raw.get("decoder_sparse_step", 1) == 0
             ),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Options of an engine. Raises BadRequest for an invalid value.
-
-        EngineOptions(arithmetic="exact", max_seqs=16, weight_version="step-7")
-
-    `arithmetic` "exact" gives logprobs that do not depend on the batch and equal a trainer's bit
-    for bit (in fp32 on a CPU, in any dtype on a GPU). "portable" gives the same bits on every make
-    of x86 CPU, several times slower. "close" uses the fastest kernels. "auto" is exact where a
-    self-test passes, else close. The KV cache holds `max_seqs` slots of `max_model_len` tokens, or
-    fewer when they do not fit in `kv_bytes`. On a GPU, kernels are compiled and graphs captured
-    before the engine starts, for at most `warm_seconds`.
-    """
-
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    arithmetic: Literal["auto", "exact", "portable", "close"] = "auto"
-    threads: int = 1
-    max_model_len: int | None = None
-    max_seqs: int = 64
-    max_batch_tokens: int = 1024
-    kv_bytes: int = 2 << 30
-    prefix_cache_bytes: int = 256 << 20
-    logprob_mode: LogprobMode = "processed"
-    weight_version: str = "default"
-    worker: str | None = None
-    max_adapters: int = 32
-    max_lora_rank: int = 64
-    warm_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        for field in ("threads", "max_seqs", "max_batch_tokens", "kv_bytes", "max_lora_rank"):
-            if getattr(self, field) < 1:
-                raise BadRequest(
-                    f"{field} must be at least 1, got {getattr(self, field)}", param=field
-                )
-        for field in ("prefix_cache_bytes", "max_adapters", "warm_seconds"):
-            if getattr(self, field) < 0:
-                raise BadRequest(
-                    f"{field} must not be negative, got {getattr(self, field)}", param=field
-                )
-        check_label(self.weight_version)
-        if self.arithmetic in ("exact", "portable") and (problem := self.why_not_exact):
-            raise BadRequest(
-                f"{self.arithmetic} arithmetic needs {problem}: use arithmetic close or auto",
-                param="arithmetic",
-            )
-
-    @property
-    def why_not_exact(self) -> str | None:
-        """The requirement of exact arithmetic that this device and dtype do not meet, or None."""
-        on_gpu = self.device.startswith("cuda") and self.arithmetic != "portable"
-        if not on_gpu and (self.device != "cpu" or self.dtype != "float32"):
-            return f"device cpu and dtype float32, got {self.device} and {self.dtype}"
-        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

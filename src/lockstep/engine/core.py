@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.kv.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.model.model import Model
 from lockstep.engine.model_runner import ModelRunner
 from lockstep.engine.numerics.invariance import prove, requested_arithmetic
 from lockstep.engine.numerics.plan import plan, prepare_process
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.record import completion, experts_of
 from lockstep.engine.sampler import Sampled
 from lockstep.engine.scheduler import Scheduler

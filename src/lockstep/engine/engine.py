@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.engine.config import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.block_shapes import shared_products_hold
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.sequence import EngineRequest, Event, RequestHandle, StreamedToken
 from lockstep.engine.step_health import StepHealth
 from lockstep.engine.weights.weights import Weights

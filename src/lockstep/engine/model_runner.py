@@ -10,9 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lockstep.engine.config import EngineOptions
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.processing import TokenCounts, penalizes, process_spans
 from lockstep.engine.sampler import Sampled, SamplingRow, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Work

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.engine.config import EngineOptions
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.sequence import Sequence
 from lockstep.tokens import Completion, Finish, PromptLogprob, RoutedExperts, merge_spans
 

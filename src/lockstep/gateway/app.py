@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -26,6 +25,7 @@ from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.model_registry import AdapterFinder, ModelRegistry
 from lockstep.gateway.openapi.control_docs import CONTROL_ROUTE_DOCS
 from lockstep.gateway.openapi.document import TOKEN, OpenApiRoutes
+from lockstep.gateway.options import GatewayOptions
 from lockstep.gateway.responses.route import ResponsesRoutes
 from lockstep.gateway.routes.caller_session import CallerSessionRoutes
 from lockstep.gateway.routes.completions import CompletionsRoutes
@@ -36,72 +36,19 @@ from lockstep.gateway.routes.generate import GenerateRoutes
 from lockstep.gateway.routes.server_info import ServerInfoRoutes
 from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
-from lockstep.gateway.sessions.expiry import TTL_SECONDS
-from lockstep.gateway.sessions.limits import SESSION_LIMITS, SessionLimits
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.gateway.single_port import SinglePort
-from lockstep.http.auth import RequestAuth, check_admin_exposure, check_exposure, hosts_of
+from lockstep.http.auth import RequestAuth
+from lockstep.http.exposure import hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.route_templates import RouteTemplates
-from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, ServerLimits
 from lockstep.http.server.loop_monitor import LoopMonitor
 from lockstep.http.server.server import Endpoint, listen, serving, url_of
-from lockstep.http.tls import TlsFiles, without_ca
-from lockstep.protocol.json.strict import LIMITS as REQUEST_LIMITS
-from lockstep.protocol.json.strict import RequestLimits
-from lockstep.storage.protocols import KeyStore, SessionStore
-from lockstep.tokens.errors import Forbidden, LockstepError, NotFound
+from lockstep.http.tls import without_ca
+from lockstep.tokens.errors import LockstepError, NotFound
 
 ANY_METHOD = ["GET", "POST", "PUT", "DELETE"]
 DashboardFactory = Callable[[GatewayContext, GatewayMetrics], ASGIApp]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayOptions:
-    """How a gateway listens and what it stores. The system chooses a port of 0.
-
-    `tls` is for both ports; clients of the admin port need a certificate if it has a `ca`.
-    `origins` are the sites whose web pages may call the gateway. With `share_port`, other gateways
-    may listen on the data port as well; with `single_port`, the data port takes control calls too.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    share_port: bool = False
-    single_port: bool = False
-    admin_host: str = "127.0.0.1"
-    admin_port: int = 8001
-    admin_token: str = ""
-    api_keys: tuple[str, ...] = ()
-    key_file: Path | None = None
-    key_store: KeyStore | None = None
-    shared_sessions: bool = False
-    sessions: SessionStore | None = None
-    session_limits: SessionLimits = SESSION_LIMITS
-    session_seconds: float = TTL_SECONDS
-    expire_unread: bool = False
-    tokenizer: str | None = None
-    insecure: bool = False
-    tls: TlsFiles | None = None
-    origins: tuple[str, ...] = ()
-    limits: RequestLimits = REQUEST_LIMITS
-    drain_seconds: float = DRAIN_SECONDS
-    http: ServerLimits = LIMITS
-
-    def check(self) -> None:
-        """Raise Forbidden for a listener that is open to the network without a key or TLS."""
-        stored = self.key_store is not None and self.key_store.required
-        keyed = bool(self.api_keys) or self.key_file is not None or stored
-        check_exposure(self.host, keyed, self.insecure)
-        check_admin_exposure(self.admin_host, self.tls is not None, self.insecure)
-        if self.single_port:
-            check_admin_exposure(self.host, self.tls is not None, self.insecure)
-            if self.tls is not None and self.tls.ca is not None:
-                raise Forbidden(
-                    "--single-port would take control calls without the client certificate that "
-                    "--tls-client-ca asks for: leave out one of the two",
-                    param="single_port",
-                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lockstep.http.exposure import ANY_ORIGIN
 from lockstep.http.handlers import CALLER, json_response, request_id_of
 from lockstep.protocol.common.error_body import error_fields
-from lockstep.tokens.errors import BadRequest, Forbidden, LockstepError, Unauthorized
+from lockstep.tokens.errors import Forbidden, LockstepError, Unauthorized
 
 OPEN_PATHS = ("/health",)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OWN_SITE = (b"same-origin", b"none")
 """Sent by a page of this listener, and for an address that somebody typed."""
-ANY = "*"
 
 
 class KeyTable(Protocol):
@@ -128,31 +127,6 @@ def bare_host(header: str) -> str:
     return header.partition(":")[0].lower()
 
 
-def hosts_of(listening_on: str) -> tuple[str, ...] | None:
-    """The Host headers to take on a listener: any, unless it is on loopback."""
-    return LOOPBACK if listening_on in LOOPBACK else None
-
-
-def check_exposure(listening_on: str, keyed: bool, insecure: bool) -> None:
-    """Raises Forbidden for a listener that anybody on the network could use."""
-    if hosts_of(listening_on) is None and not keyed and not insecure:
-        raise Forbidden(
-            f"--host {listening_on} would serve everybody who can reach this machine: set "
-            "LOCKSTEP_API_KEYS, or say --insecure if that is meant",
-            param="host",
-        )
-
-
-def check_admin_exposure(listening_on: str, tls: bool, insecure: bool) -> None:
-    """Raises Forbidden for an admin port whose token would cross the network in the clear."""
-    if hosts_of(listening_on) is None and not tls and not insecure:
-        raise Forbidden(
-            f"the admin port on {listening_on} would take its token in the clear: give --tls-cert "
-            "and --tls-key, or say --insecure if a mesh or a proxy encrypts",
-            param="host",
-        )
-
-
 class CrossSiteFilter:
     """An application that rejects requests which a browser sends for a page of another site.
 
@@ -193,7 +167,7 @@ class CrossSiteFilter:
                 host = value
         if origin is None and (site is None or site in OWN_SITE):
             return None
-        if ANY in self._origins:
+        if ANY_ORIGIN in self._origins:
             return None
         if origin is None:
             # Following a link is no call: nothing of it can be read, and GET changes nothing.
@@ -205,17 +179,3 @@ class CrossSiteFilter:
         if host is not None and origin == b"%b://%b" % (scope["scheme"].encode(), host):
             return None
         return named.encode("unicode_escape").decode()[:200]
-
-
-def check_origins(origins: Iterable[str]) -> tuple[str, ...]:
-    """The origins as they stand in a header. Raises BadRequest for what can be none."""
-    checked = []
-    for origin in origins:
-        scheme, slashes, rest = origin.partition("://")
-        if origin != ANY and (not scheme or not slashes or not rest or "/" in rest):
-            raise BadRequest(
-                f"--allow-origin is {origin!r}: expected SCHEME://HOST[:PORT] without a path, or *",
-                param="allow_origin",
-            )
-        checked.append(origin.lower() if origin != ANY else ANY)
-    return tuple(checked)

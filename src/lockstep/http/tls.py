@@ -7,11 +7,15 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+from lockstep.flags import Flag
 from lockstep.tokens.errors import BadRequest
 
 log = logging.getLogger(__name__)
+listen_flag = partial(Flag, panel="Listening")
 Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -37,22 +41,6 @@ class TlsFiles:
                 param="tls_cert",
             )
 
-    @classmethod
-    def of_listener(
-        cls, cert: Path | None, key: Path | None, client_ca: Path | None
-    ) -> TlsFiles | None:
-        """The files of a listener, None for one without TLS. Raises BadRequest."""
-        if cert is None and key is None and client_ca is None:
-            return None
-        files = cls(cert=cert, key=key, ca=client_ca)
-        files.check()
-        if cert is None:
-            raise BadRequest(
-                "--tls-client-ca needs --tls-cert and --tls-key: without them there is no TLS",
-                param="tls_client_ca",
-            )
-        return files
-
     def stamp(self) -> Stamp:
         """Changes when a file does. Raises OSError when one cannot be looked at."""
         stamps = []
@@ -68,6 +56,37 @@ class TlsFiles:
             context.load_verify_locations(self.ca)
         if self.cert is not None:
             context.load_cert_chain(self.cert, self.key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenerTls:
+    """The flags of a listener's TLS files."""
+
+    tls_cert: Annotated[
+        Path | None,
+        listen_flag("PEM file of the certificate of both ports; read again when it changes."),
+    ] = None
+    tls_key: Annotated[Path | None, listen_flag("PEM file of the certificate's key.")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        listen_flag(
+            "PEM file of CA certificates. Clients then need a certificate of one of these CAs: on "
+            "both ports of a worker, on the admin port of a gateway."
+        ),
+    ] = None
+
+    def files(self) -> TlsFiles | None:
+        """Return the files of the listener, None without TLS. Raises BadRequest."""
+        if self == ListenerTls():
+            return None
+        files = TlsFiles(cert=self.tls_cert, key=self.tls_key, ca=self.tls_client_ca)
+        files.check()
+        if self.tls_cert is None:
+            raise BadRequest(
+                "--tls-client-ca needs --tls-cert and --tls-key: without them there is no TLS",
+                param="tls_client_ca",
+            )
+        return files
 
 
 def without_ca(files: TlsFiles | None) -> TlsFiles | None:

@@ -8,13 +8,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.engine import Engine, EngineOptions
-from lockstep.http.auth import check_admin_exposure, check_exposure, hosts_of
-from lockstep.http.server.limits import DRAIN_SECONDS, ServerLimits
-from lockstep.http.server.limits import LIMITS as SERVER_LIMITS
+from lockstep.http.exposure import check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.server.loop_monitor import LoopMonitor
 from lockstep.http.server.server import (
     Endpoint,
@@ -26,40 +24,13 @@ from lockstep.http.server.server import (
     stop_event,
     url_of,
 )
-from lockstep.http.tls import TlsFiles
 from lockstep.models import bundled
 from lockstep.progress import Progress
-from lockstep.protocol.json.strict import LIMITS, RequestLimits
 from lockstep.worker.data import DataPlane
+from lockstep.worker.options import WorkerOptions
 from lockstep.worker.system import SystemPlane
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOptions:
-    """Options of one worker's ports. Port 0 picks a free port; `api_keys` protect the data port.
-
-    `tls` applies to both ports. If it has a `ca`, every client needs a certificate.
-    """
-
-    model: str
-    served_name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    system_host: str = "127.0.0.1"
-    system_port: int = 0
-    admin_token: str | None = None
-    api_keys: tuple[str, ...] = ()
-    insecure: bool = False
-    tls: TlsFiles | None = None
-    origins: tuple[str, ...] = ()
-    http: ServerLimits = SERVER_LIMITS
-    limits: RequestLimits = LIMITS
-    checkpoint_roots: tuple[Path, ...] = ()
-    drain_seconds: float = DRAIN_SECONDS
-    return_routed_experts: bool = False
-    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 MakeEngine = Callable[[str, EngineOptions], Engine]

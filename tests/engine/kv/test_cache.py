@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.kv.cache import BLOCK, PrefixCache, SlotCache, block_names, root_name
+from lockstep.engine.options import EngineOptions
 from lockstep.tokens.errors import BadRequest
 from tests.engine.checkpoints import reference
 from tests.engine.rig import Rig, ids

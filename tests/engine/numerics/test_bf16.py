@@ -13,7 +13,7 @@ from tests.engine.machine import child
 
 CORE = """
 import os
-from lockstep.engine.config import EngineOptions
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.models import bundled
 core = Core(bundled("tiny"), EngineOptions(dtype="bfloat16", max_model_len=64, max_seqs=2))

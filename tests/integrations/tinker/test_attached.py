@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from lockstep.engine import exact
-from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions
+from lockstep.integrations.tinker.attached import AttachedTrainer
+from lockstep.integrations.tinker.options import TrainerOptions
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
 from lockstep.models import bundled

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from lockstep.cli.derived_flags import with_flags
 from lockstep.cli.output import print_json, table_console
 from lockstep.cli.running.fleet_view import fleet_view
-from lockstep.cli.shared_options import takes
+from lockstep.flags import Flag
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import model_directory
 from lockstep.progress import Progress
@@ -49,19 +50,19 @@ class FleetConnection:
 
     url: Annotated[
         str | None,
-        typer.Option(
-            help="Admin URL of the gateway; by default LOCKSTEP_ADMIN_URL, or the gateway that "
+        Flag(
+            "Admin URL of the gateway; by default LOCKSTEP_ADMIN_URL, or the gateway that "
             "runs on this machine."
         ),
     ] = None
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            help="File with the admin token; by default the file that a gateway on this machine "
+        Flag(
+            "File with the admin token; by default the file that a gateway on this machine "
             "has written, or LOCKSTEP_ADMIN_TOKEN."
         ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False
+    as_json: Annotated[bool, Flag("Print JSON, for scripts.", name="json")] = False
 
     def run(self, work: Callable[[RemoteFleet], Awaitable[None]]) -> None:
         """Runs `work` on the fleet. Raises typer.Exit where the fleet reports a failure."""
@@ -97,7 +98,7 @@ class FleetConnection:
         self.run(work)
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def state(
     watch: Annotated[bool, typer.Option(help="Keep showing it, updated twice a second.")] = False,
     details: Annotated[
@@ -127,7 +128,7 @@ def state(
     connection.run(show)
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def workers(*, connection: FleetConnection) -> None:
     """List the workers, one line each."""
 
@@ -144,7 +145,7 @@ def workers(*, connection: FleetConnection) -> None:
     connection.run(show)
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def pause(
     mode: Mode = "keep",
     lease: Annotated[
@@ -158,13 +159,13 @@ def pause(
     connection.operate(lambda fleet: fleet.pause(mode, lease_seconds=lease))
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def resume(*, connection: FleetConnection) -> None:
     """Resume generation on every worker."""
     connection.operate(lambda fleet: fleet.resume())
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def update_weights(
     directory: Annotated[
         str,
@@ -190,7 +191,7 @@ def update_weights(
     )
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def load_lora(
     name: Annotated[str, typer.Argument(help="Name that requests use as their model.")],
     path: Annotated[Path, typer.Argument(help="Directory of the adapter.")],
@@ -204,7 +205,7 @@ def load_lora(
     connection.operate(lambda fleet: fleet.load_adapter(name, path, version))
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def unload_lora(
     name: Annotated[str, typer.Argument(help="Name of the adapter.")],
     *,
@@ -214,7 +215,7 @@ def unload_lora(
     connection.operate(lambda fleet: fleet.unload_adapter(name))
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def drain(
     worker: Annotated[str, typer.Argument(help="Id of the worker, as `lockstep state` shows it.")],
     seconds: Annotated[

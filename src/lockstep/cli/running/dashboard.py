@@ -11,15 +11,15 @@ from typing import Annotated
 import msgspec
 import typer
 
+from lockstep.cli.derived_flags import with_flags
 from lockstep.cli.output import print_json
 from lockstep.cli.running.control import FleetConnection
-from lockstep.cli.shared_options import takes
 from lockstep.http.client.client import HttpClient
 from lockstep.running_gateways import find_control_plane
 from lockstep.settings import Settings
 
 
-@takes(FleetConnection, "connection")
+@with_flags
 def dashboard(
     run: Annotated[
         Path | None,

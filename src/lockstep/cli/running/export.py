@@ -12,9 +12,9 @@ from typing import IO, Annotated, Any, Literal
 import msgspec
 import typer
 
+from lockstep.cli.derived_flags import with_flags
 from lockstep.cli.output import print_json
 from lockstep.cli.running.control import FleetConnection
-from lockstep.cli.shared_options import takes
 from lockstep.export.exported import ExportedSample, is_run, samples_of_file, samples_of_run
 from lockstep.export.traces import openenv_trace, verifiers_trace
 from lockstep.fleet.remote import RemoteFleet
@@ -33,7 +33,7 @@ def export() -> None:
 
 
 @app.command()
-@takes(FleetConnection, "connection")
+@with_flags
 def samples(
     sources: Annotated[
         list[str],

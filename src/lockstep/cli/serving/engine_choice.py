@@ -60,7 +60,7 @@ def worker_source(
             param="model",
         )
     require_extra("engine")
-    return EmbeddedWorkers(model, choice.count, worker_args, arguments.drain_seconds)
+    return EmbeddedWorkers(model, choice.count, worker_args, arguments.gateway.drain_seconds)
 
 
 def _vllm(
@@ -85,6 +85,6 @@ def _vllm(
         choice.count,
         choice.vllm_args,
         python,
-        arguments.drain_seconds,
+        arguments.gateway.drain_seconds,
         choice.logprob_mode or "processed",
     )

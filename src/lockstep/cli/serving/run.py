@@ -23,7 +23,6 @@ from lockstep.cli.serving.siblings import SiblingGateways
 from lockstep.cli.serving.sources import WorkerRows, WorkerSource
 from lockstep.cli.serving.state_dir import GatewayState, open_state
 from lockstep.cli.serving.trainer_view import attachment_of, print_trainer, trainer_fields
-from lockstep.http.server.server import admin_token, run, say_ready, stop_event
 from lockstep.running_gateways import RunningGateway, registered
 from lockstep.settings import TRACE, Settings
 from lockstep.tokens.errors import LockstepError, Unavailable
@@ -31,10 +30,11 @@ from lockstep.tracing import traced
 
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
-    from lockstep.gateway.app import GatewayOptions
     from lockstep.gateway.context import GatewayContext
     from lockstep.gateway.metrics import GatewayMetrics
-    from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions
+    from lockstep.gateway.options import GatewayOptions
+    from lockstep.integrations.tinker.attached import AttachedTrainer
+    from lockstep.integrations.tinker.options import TrainerOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class GatewayProcess:
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT. Raises the LockstepError that keeps it from starting."""
+        from lockstep.http.server.server import run
+
         on = self.arguments.trace or self.settings.trace
         if on:
             os.environ[TRACE] = "1"  # for the workers that it starts
@@ -57,6 +59,8 @@ class GatewayProcess:
             run(self._main())
 
     async def _main(self) -> None:
+        from lockstep.http.server.server import stop_event
+
         if (self.arguments.store or self.settings.store) is None:
             # Before anything is started; with a store, its keys must be known first.
             self.arguments.options(self.settings).check()
@@ -78,6 +82,7 @@ class GatewayProcess:
         from lockstep.dashboard.app import Dashboard
         from lockstep.fleet.fleet import Fleet
         from lockstep.gateway.app import serve_gateway
+        from lockstep.http.server.server import admin_token
 
         arguments, settings, source = self.arguments, self.settings, self.source
         status = Status("Starting", console=Console(stderr=True, quiet=arguments.as_json))
@@ -89,10 +94,10 @@ class GatewayProcess:
                 _print_state(state, status.console)
             token, token_path = stack.enter_context(admin_token(settings.admin_token))
             token_file = token_path or _text(settings.admin_token_file)
-            roots = arguments.checkpoint_root or ()
+            roots = arguments.checkpoint_root
             runs = self._runs(state, stack)
             fleet = Fleet(
-                arguments.pool(settings),
+                arguments.make_pool(settings),
                 store.control,
                 leadership=store.leadership,
                 token=token,
@@ -106,7 +111,7 @@ class GatewayProcess:
                     source.joined(fleet, token, status.update) as workers,
                     self._attached(fleet, runs, stop) as attached,
                 ):
-                    name = await _model_name(fleet, arguments.tokenizer)
+                    name = await _model_name(fleet, arguments.gateway.tokenizer)
 
                     def on_ready(url: str, admin_url: str) -> None:
                         if store.shared:
@@ -185,6 +190,8 @@ def _print_ready_json(
     state: GatewayState,
     attached: AttachedTrainer | None,
 ) -> None:
+    from lockstep.http.server.server import say_ready
+
     say_ready(
         **({} if attached is None else {"trainer": trainer_fields(attached)}),
         url=gateway.url,
@@ -229,7 +236,7 @@ def _print_prime_rl(
     gateway: RunningGateway, arguments: GatewayArguments, options: GatewayOptions
 ) -> None:
     """Prints the lines of prime-rl's configuration, and how it gets its key."""
-    roots = tuple(map(str, arguments.checkpoint_root or ()))
+    roots = tuple(map(str, arguments.checkpoint_root))
     keys = bool(options.api_keys or options.key_file)
     text = f"\n{prime_rl_toml(gateway, roots)}\n\n{prime_rl_key(gateway, keys=keys)}\n"
     Console(highlight=False).print(text, soft_wrap=True, markup=False)

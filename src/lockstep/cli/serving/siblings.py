@@ -8,20 +8,22 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from lockstep.cli.derived_flags import command_line
 from lockstep.cli.serving.arguments import GatewayArguments
-from lockstep.launch.supervisor import Child, Command, Supervisor
 from lockstep.settings import ADMIN_TOKEN, ADMIN_TOKEN_FILE, STORE, Settings
 from lockstep.tokens.errors import BadRequest
+
+if TYPE_CHECKING:
+    from lockstep.launch.supervisor import Child, Command
 
 log = logging.getLogger(__name__)
 OF_THE_FIRST = frozenset(
     ("port", "admin_port", "advertise", "state_dir", "sessions", "store", "fresh", "run_dir",
-     "prime_rl", "as_json", "gateways", "share_port")
+     "prime_rl", "json", "gateways", "share_port")
 )  # fmt: skip
 """Options that the other gateways are not given, or given otherwise."""
 
@@ -62,13 +64,15 @@ class SiblingGateways:
                 await self._task
 
     async def _run(self, url: str, token: str, stop: asyncio.Event) -> None:
+        from lockstep.launch.supervisor import Command, Supervisor
+
         names = [f"gateway {number + 2}" for number in range(self._count)]
         port = urlsplit(url).port
 
         def command(child: Child) -> Command:
             return Command(self._command_line(port or 0, child.system_url), self._environ(token))
 
-        drain = self._arguments.drain_seconds
+        drain = self._arguments.gateway.drain_seconds
         async with Supervisor(names, command, drain_seconds=drain) as children:
             for child in children.children:
                 child.ready.add_done_callback(_say)
@@ -90,17 +94,12 @@ class SiblingGateways:
 
     def _passed_on(self) -> Iterator[str]:
         """The options that are not at their default, as they are written."""
-        for field in fields(self._arguments):
-            value = getattr(self._arguments, field.name)
-            default = None if field.default is MISSING else field.default
-            if field.name in OF_THE_FIRST or value == default:
-                continue
-            option = f"--{field.name.replace('_', '-')}"
+        for option, value in command_line(self._arguments, skip=OF_THE_FIRST):
             if value is True:
                 yield option
                 continue
-            for each in value if isinstance(value, list) else [value]:
-                yield from (option, str(each.absolute()) if isinstance(each, Path) else str(each))
+            for item in value if isinstance(value, list) else [value]:
+                yield from (option, str(item.absolute()) if isinstance(item, Path) else str(item))
 
     def _environ(self, token: str) -> dict[str, str]:
         """The URL of the store is in the environment: others can read a command line."""

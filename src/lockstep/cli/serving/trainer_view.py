@@ -9,7 +9,8 @@ from rich.console import Console
 from lockstep.storage.api_keys import TINKER_PREFIX
 
 if TYPE_CHECKING:
-    from lockstep.gateway.app import Attachment, GatewayOptions
+    from lockstep.gateway.app import Attachment
+    from lockstep.gateway.options import GatewayOptions
     from lockstep.integrations.tinker.attached import AttachedTrainer
 
 

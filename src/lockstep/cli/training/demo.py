@@ -5,48 +5,27 @@ from __future__ import annotations
 import asyncio
 import shlex
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lockstep.cli.derived_flags import with_flags
 from lockstep.cli.output import print_json
 from lockstep.tokens.exit_codes import FAILED
+from lockstep.train.demo.options import Demo
 
 if TYPE_CHECKING:
     from lockstep.run_record import Summary
 
 
+@with_flags
 def demo(
-    task: Annotated[
-        Literal["calc", "reverse", "guess"],
-        typer.Option(
-            help="What the model learns: to call a calculator, reverse digits, or guess a number."
-        ),
-    ] = "calc",
-    moe: Annotated[
-        bool,
-        typer.Option(
-            "--moe", help="Use a mixture-of-experts model, and replay its routing when training."
-        ),
-    ] = False,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts and of sampling.")] = 1,
-    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 32,
-    groups: Annotated[
-        int, typer.Option(help="Prompts per step, with 8 rollouts each.", min=1)
-    ] = 16,
-    eval_prompts: Annotated[
-        int, typer.Option(help="Held-out prompts to evaluate on before and after; 0: none.", min=0)
-    ] = 128,
-    exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Fail unless trainer and workers compute the same bits."),
-    ] = False,
+    *,
+    options: partial[Demo],
     worker_args: Annotated[
         str, typer.Option(help="Options of `lockstep worker` for each worker, in one string.")
     ] = "",
@@ -56,10 +35,6 @@ def demo(
             "--json", help="Print one JSON object at the end; everything else goes to stderr."
         ),
     ] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Path of the HTML report; by default report.html in the run directory."),
-    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the run; by default runs/demo-TASK-TIME.")
     ] = None,
@@ -71,26 +46,14 @@ def demo(
     Exit codes: 0 trainer and workers stayed in lockstep, 1 they did not, 2 the command is wrong or
     --exact was not possible, 75 it could not run now.
     """
-    from lockstep.train.demo.demo import Demo, run_demo
+    from lockstep.train.demo.demo import run_demo
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    where = run_dir or Path("runs") / f"demo-{task}-{stamp}"
+    where = run_dir or Path("runs") / f"demo-{options.keywords['task']}-{stamp}"
     console = Console(stderr=as_json, highlight=False)
     summary, page = asyncio.run(
         run_demo(
-            Demo(
-                run_dir=where,
-                task=task,
-                moe=moe,
-                lora=lora,
-                seed=seed,
-                steps=steps,
-                groups=groups,
-                eval_prompts=eval_prompts,
-                exact=exact,
-                worker_args=tuple(shlex.split(worker_args)),
-                report=report,
-            ),
+            options(run_dir=where, worker_args=tuple(shlex.split(worker_args))),
             console,
         )
     )

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.config import ModelConfig
+from lockstep.engine.options import EngineOptions
 from lockstep.tokens.errors import BadRequest
 
 BLOCK = 16

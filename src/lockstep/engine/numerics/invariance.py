@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.arithmetic import (
     CLOSE_ROW_MULTIPLE,
@@ -21,6 +21,7 @@ from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.numerics.block_shapes import row_multiple, steady_products, threads, why_unfit
 from lockstep.engine.numerics.plan import warn_of_fallback, why_not_portable
 from lockstep.engine.numerics.trainer_path import trainer_logits
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import EngineFailure
 from lockstep.tokens.numerics import ArithmeticName

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.config import EngineOptions
 from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.bf16 import VARIABLE as ONEDNN_ISA
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import threads
 from lockstep.engine.numerics.mkl_choice import preferred_mode
+from lockstep.engine.options import EngineOptions
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.numerics import (
     PORTABLE_ENVIRONMENT,

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from lockstep.engine import exact
-from lockstep.engine.config import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.engine.numerics.block_shapes import steady_products, threads
+from lockstep.engine.options import EngineOptions
 from lockstep.models import bundled
 from lockstep.tokens.errors import LockstepError
 from lockstep.tokens.numerics import NumericsPlan

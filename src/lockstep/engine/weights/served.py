@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.sequence import EngineRequest
 from lockstep.engine.weights.weights import Layout, Weights
 from lockstep.tokens.errors import (

@@ -7,14 +7,16 @@ import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from lockstep import tracing
 from lockstep.backends.admin import Admin
 from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.flags import Flag
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.fleet.routing.admission import AdmissionLimiter
 from lockstep.fleet.routing.affinity import Affinity, RendezvousHash
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from lockstep.tracing.tracer import EngineCall
 
 T = TypeVar("T")
+traffic_flag = partial(Flag, panel="Traffic")
 MODELS_SAMPLE = 16
 """Workers whose models are read at once. In a larger fleet they represent all workers."""
 MOST_ENGINE_FAILURES = 2
@@ -58,12 +61,22 @@ class Pool:
     def __init__(
         self,
         *,
-        max_in_flight: int = 1024,
-        queue_limit: int = 4096,
-        queue_seconds: float = 60.0,
+        max_in_flight: Annotated[int, traffic_flag("Most requests at the workers at once.")] = 1024,
+        queue_limit: Annotated[
+            int, traffic_flag("Most requests that wait; further requests get status 429.")
+        ] = 4096,
+        queue_seconds: Annotated[
+            float, traffic_flag("Longest wait of a request; then it gets status 503.")
+        ] = 60.0,
         load_factor: float = 1.25,
         probe_seconds: float = 1.0,
-        health_seconds: float = HEALTH_SECONDS,
+        health_seconds: Annotated[
+            float,
+            traffic_flag(
+                "Seconds without a response after which a worker is down and its requests are "
+                "tried elsewhere."
+            ),
+        ] = HEALTH_SECONDS,
         attempts: int = 4,
         worker_api_key: str | None = None,
     ) -> None:

@@ -12,7 +12,6 @@ from lockstep.storage.session_entry import SessionEntry
 from lockstep.tokens.errors import Conflict, LockstepError
 
 log = logging.getLogger(__name__)
-TTL_SECONDS = 86400.0
 SWEEP_SECONDS = 60.0
 CLOCK_SECONDS = 10.0
 """How often gateways of one store agree on the service clock and read the totals."""

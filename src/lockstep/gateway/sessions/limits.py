@@ -9,6 +9,7 @@ from lockstep.ledger.matching import EXPLAINED
 from lockstep.tokens.errors import Busy, TooLarge
 
 COUNTED = ("turns", "opened", "loaded", "expired", "deleted", "unwritten")
+TTL_SECONDS = 86400.0
 REFUSALS = ("sessions", "total_bytes", "turns", "bytes")
 
 

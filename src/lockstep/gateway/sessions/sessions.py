@@ -18,10 +18,15 @@ from lockstep.gateway.sessions.cache import (
     Session,
     SessionCache,
 )
-from lockstep.gateway.sessions.expiry import TTL_SECONDS, SessionExpiry
+from lockstep.gateway.sessions.expiry import SessionExpiry
 from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.gateway.sessions.keys import SessionKeys
-from lockstep.gateway.sessions.limits import SESSION_LIMITS, SessionCounts, SessionLimits
+from lockstep.gateway.sessions.limits import (
+    SESSION_LIMITS,
+    TTL_SECONDS,
+    SessionCounts,
+    SessionLimits,
+)
 from lockstep.gateway.sessions.loading import SessionLoader, find_session, reading_back
 from lockstep.gateway.sessions.writes import SessionWrites
 from lockstep.http.off_loop import off_loop

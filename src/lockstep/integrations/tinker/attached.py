@@ -7,18 +7,20 @@ import tempfile
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from starlette.routing import Route
 
 from lockstep.engine import exact
-from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.numerics import plan as numerics
+from lockstep.engine.options import EngineOptions
 from lockstep.fleet.fleet import Fleet
+from lockstep.integrations.tinker.options import TrainerOptions
 from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.rest_routes import RestRoutes
 from lockstep.integrations.tinker.samplers import Samplers
@@ -27,46 +29,12 @@ from lockstep.integrations.tinker.tinker_routes import TinkerRoutes
 from lockstep.integrations.tinker.tinker_tenants import TinkerTenants
 from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
 from lockstep.integrations.tinker.training.training_model import TrainingModel
-from lockstep.models import bundled
 from lockstep.storage.file_lock import FileLock
 from lockstep.tokens.errors import BadRequest, LockstepError
 from lockstep.tokens.numerics import NumericsPlan
 
 TRIAL_SIZE = 0.05
 """Standard deviation of the B factors of a trial adapter: visible in the logprobs of any layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerOptions:
-    """The options of an attached trainer.
-
-    `names` are further names of the model that clients may use. Each worker holds up to `slots`
-    adapters, and training uses `threads` CPU threads. Without `train_unembed` adapters leave out
-    the head, whatever clients request.
-    """
-
-    model: str
-    names: tuple[str, ...] = ()
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    threads: int = 1
-    slots: int = 32
-    max_rank: int = 64
-    train_unembed: bool = True
-
-    def check(self) -> None:
-        """Raise the error of a model that cannot be trained, before anything is started."""
-        ModelConfig.read(self.directory)
-
-    @property
-    def directory(self) -> Path:
-        """The directory of the model. Raises BadRequest when there is none."""
-        directory = bundled(self.model) or Path(self.model).resolve()
-        if not directory.is_dir():
-            raise BadRequest(
-                f"model is {self.model!r}: expected a bundled name or a directory", param="model"
-            )
-        return directory
 
 
 class AttachedTrainer:

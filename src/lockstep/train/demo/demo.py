@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
@@ -24,14 +23,7 @@ from lockstep.run_record import EVENTS, Row, Run, Summary
 from lockstep.settings import PREFIX
 from lockstep.tokens.errors import EngineFailure
 from lockstep.tokens.versions import VersionLabel
-from lockstep.train.config import (
-    EnvConfig,
-    EvalConfig,
-    LearnerConfig,
-    LoopConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from lockstep.train.demo.options import Demo
 from lockstep.train.demo.report_page import write_report
 from lockstep.train.demo.view import RunView
 from lockstep.train.loop import Trainer
@@ -39,60 +31,11 @@ from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.step_metrics import StepMetrics
 from lockstep.train.retry import TRANSIENT
 
-Task = Literal["calc", "reverse", "guess"]
-
 WORKERS = 2
 START_SECONDS = 120.0
 BACK_SECONDS = 60.0
 STOP_SECONDS = 45.0
 TAIL_SECONDS = 0.2
-LORA_RANK = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
-    """The options of a demo. `run_dir` must not hold a run; the report goes there by default."""
-
-    run_dir: Path
-    task: Task = "calc"
-    moe: bool = False
-    lora: bool = False
-    seed: int = 1
-    steps: int = 32
-    groups: int = 16
-    group_size: int = 8
-    eval_prompts: int = 128
-    exact: bool = False
-    """Require that trainer and workers compute the same bits."""
-    worker_args: tuple[str, ...] = ()
-    report: Path | None = None
-
-    @property
-    def model(self) -> str:
-        return "tiny-moe" if self.moe else "tiny"
-
-    @property
-    def config(self) -> TrainConfig:
-        """The configuration of the run. An adapter needs a higher learning rate."""
-        return TrainConfig(
-            model=self.model,
-            run_dir=str(self.run_dir),
-            seed=self.seed,
-            env=EnvConfig(name=self.task),
-            rollout=RolloutConfig(
-                groups=self.groups,
-                group_size=self.group_size,
-                experts=self.moe,
-                samples_shown=6,
-            ),
-            learner=LearnerConfig(
-                lr=1e-3 if self.lora else 1e-4,
-                lora_rank=LORA_RANK if self.lora else 0,
-                exact=self.exact or None,
-            ),
-            loop=LoopConfig(steps=self.steps),
-            eval=EvalConfig(prompts=self.eval_prompts),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from lockstep.engine import exact
-from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.forward_pass import Ints
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import row_multiple
+from lockstep.engine.options import EngineOptions
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
 from lockstep.engine.text.grammars import Grammars
 from lockstep.models import bundled

@@ -20,7 +20,8 @@ from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.tokens.errors import BadRequest, EngineFailure, Unavailable, UnsupportedField
 from lockstep.worker.dynamo.routes import engine_routes
 from lockstep.worker.health_report import report_health
-from lockstep.worker.serve import WorkerOptions, drain
+from lockstep.worker.options import WorkerOptions
+from lockstep.worker.serve import drain
 from lockstep.worker.system import SystemPlane
 
 log = logging.getLogger(__name__)

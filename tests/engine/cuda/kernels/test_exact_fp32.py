@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from lockstep.engine import exact as engine_exact
 from lockstep.engine import probe
-from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.cuda import graphs, prefill, selftest, start, trainer
 from lockstep.engine.cuda.kernels import adapters, exact_kernels, experts, prefill_kernels
 from lockstep.engine.cuda.kernels import exact_attention as attention
@@ -29,6 +29,7 @@ from lockstep.engine.cuda.kernels.close_kernels import LOG2_E
 from lockstep.engine.forward_pass import ATTENTION_NAME
 from lockstep.engine.model.arithmetic import mix_experts, route
 from lockstep.engine.numerics import plan
+from lockstep.engine.options import EngineOptions
 from lockstep.tokens.errors import BadRequest, EngineFailure
 from tests.engine.cuda.test_exact_layers import on_kernels
 from tests.engine.rig import Rig
