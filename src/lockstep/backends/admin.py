@@ -13,6 +13,7 @@ from lockstep.protocol.control.worker import TensorSpec
 from lockstep.tokens.operation import PauseMode
 
 __all__ = [
+    "AbortsRequests",
     "Admin",
     "AdminName",
     "Broadcaster",
@@ -183,6 +184,18 @@ class Fenced(Protocol):
 
         Commands raise Superseded once the worker has obeyed a higher number, or the same number
         from another gateway. A worker without generations obeys all gateways.
+        """
+        ...
+
+
+@runtime_checkable
+class AbortsRequests(Protocol):
+    """A driver that aborts requests by id, for servers whose data side has no route for it."""
+
+    async def abort(self, *request_ids: str) -> int | None:
+        """Abort these requests; return how many were running, or None if that is not reported.
+
+        The ids are those that `DynamoTransport.sent_ids` returns.
         """
         ...
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep import tracing
-from lockstep.backends.admin import Admin
+from lockstep.backends.admin import AbortsRequests, Admin
+from lockstep.backends.dynamo.transport import DynamoTransport
 from lockstep.backends.registry import open_transport
 from lockstep.backends.transport import GenerateRequest, StreamDelta, Transport
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
@@ -178,6 +179,13 @@ class Worker:
                 else:
                     self.sampled += len(item.token_ids)
                 yield item
+
+    async def abort(self, *request_ids: str) -> int | None:
+        """Abort requests by id; return how many were running, or None if that is not reported."""
+        transport = self.transport
+        if isinstance(transport, DynamoTransport) and isinstance(self.admin, AbortsRequests):
+            return await self.admin.abort(*transport.sent_ids(*request_ids))
+        return await transport.abort(*request_ids)
 
     async def health(self, seconds: float = HEALTH_SECONDS) -> WorkerHealth:
         """Return the reported health; the default values where it reports nothing. Raises

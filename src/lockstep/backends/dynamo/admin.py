@@ -106,6 +106,21 @@ class DynamoAdmin(HttpAdmin):
             "flush_cache", self._with_generation({}), self._budgets.quick, idempotent=True
         )
 
+    async def abort(self, *request_ids: str) -> int | None:
+        """Abort requests by Dynamo's ids; return how many were running. dynamo.vllm does not
+        report that, and engines without the route abort nothing."""
+        if "abort_request" not in self.routes:
+            return None
+        counts = [await self._abort(request_id) for request_id in request_ids]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    async def _abort(self, request_id: str) -> int | None:
+        # Without a generation: aborting is no change of the fleet, so a follower may do it too.
+        body = {"request_id": request_id}
+        response = await self._engine("abort_request", body, self._budgets.quick, idempotent=True)
+        count = response.get("aborted")
+        return count if isinstance(count, int) else None
+
     # Weights
 
     async def stage(self, source: Source, version: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing, suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import msgspec
 
@@ -23,6 +24,8 @@ from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
 
 ROUTE = "/v1/chat/completions"
 PIN = "backend_instance_id"
+ID_HEADER = "x-dynamo-request-id"
+"""Header with the id by which the worker knows a request; Dynamo accepts UUIDs only."""
 
 
 def pinned_url(frontend: str, instance: str) -> str:
@@ -65,6 +68,7 @@ class DynamoTransport(RepeatedChoices):
     ) -> None:
         self._pin, http.base_url = _split(http.base_url)
         super().__init__(http, logprob_mode=logprob_mode, version=version)
+        self._sent: dict[str, list[_SentRequest]] = {}
 
     async def models(self) -> list[ModelCard]:
         """Return the models that the frontend lists. Raises Unavailable when a pinned worker is
@@ -73,10 +77,49 @@ class DynamoTransport(RepeatedChoices):
             await self._check_there()
         return await super().models()
 
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        with self._named(request) as request:
+            return await super().generate(request)
+
+    async def stream(self, request: GenerateRequest) -> CompletionStream:
+        with self._named(request) as request:
+            async with aclosing(super().stream(request)) as items:
+                async for item in items:
+                    yield item
+
     async def abort(self, *request_ids: str) -> int | None:
         """Do nothing: Dynamo's frontend has no such route. Cancel the call, which closes its
-        connection."""
+        connection, or abort the `sent_ids` through the worker's control side."""
         return None
+
+    def sent_ids(self, *request_ids: str) -> list[str]:
+        """Return the ids by which Dynamo's worker knows these requests, one for each choice."""
+        return [
+            str(sent.choice(index))
+            for request_id in request_ids
+            for sent in self._sent.get(request_id) or _sent_elsewhere(request_id)
+            for index in range(sent.choices)
+        ]
+
+    @contextmanager
+    def _named(self, request: GenerateRequest) -> Iterator[GenerateRequest]:
+        """Give a request its UUID and remember it while the request runs."""
+        name = request.request_id
+        if name is None:
+            yield request
+            return
+        running = self._sent.setdefault(name, [])
+        # Dynamo fails requests that share their UUID with a running one, so a second request of
+        # the same name gets another.
+        uuid = uuid4() if running else _uuid_of(name) or uuid4()
+        sent = _SentRequest(uuid, request.sampling.n)
+        running.append(sent)
+        try:
+            yield replace(request, headers={**(request.headers or {}), ID_HEADER: str(uuid)})
+        finally:
+            running.remove(sent)
+            if not running:
+                del self._sent[name]
 
     async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, ModelCard | None]:
         request = self._pin_request(request)
@@ -89,7 +132,11 @@ class DynamoTransport(RepeatedChoices):
         body = encode_dynamo(request, mode=self._mode)
         try:
             response = await self._http.post_collected(
-                ROUTE, body, Base64Extractor, timeout=request.timeout, headers=_headers(request)
+                ROUTE,
+                body,
+                Base64Extractor,
+                timeout=request.timeout,
+                headers=_headers(request, index),
             )
         except (BadRequest, UnknownModel):
             await self._check_there()
@@ -101,7 +148,9 @@ class DynamoTransport(RepeatedChoices):
     ) -> CompletionStream:
         decoder = DynamoStreamDecoder(self._reading(request, card, index))
         body = encode_dynamo(request, mode=self._mode, stream=True)
-        events = self._http.events(ROUTE, body, timeout=request.timeout, headers=_headers(request))
+        events = self._http.events(
+            ROUTE, body, timeout=request.timeout, headers=_headers(request, index)
+        )
         try:
             async with aclosing(events):
                 async for event in events:
@@ -151,10 +200,33 @@ def _split(url: str) -> tuple[int | None, str]:
     return int(parts.username), frontend
 
 
-def _headers(request: GenerateRequest) -> dict[str, str]:
+@dataclass(slots=True, eq=False)
+class _SentRequest:
+    """A running request of `choices` choices; choice i is sent under the UUID plus i."""
+
+    uuid: UUID
+    choices: int
+
+    def choice(self, index: int) -> UUID:
+        return UUID(int=(self.uuid.int + index) % 2**128)
+
+
+def _uuid_of(request_id: str) -> UUID | None:
+    try:
+        return UUID(request_id)
+    except ValueError:
+        return None
+
+
+def _sent_elsewhere(request_id: str) -> list[_SentRequest]:
+    """Return the request that another gateway may have sent: only a UUID has the same id there."""
+    uuid = _uuid_of(request_id)
+    return [] if uuid is None else [_SentRequest(uuid, 1)]
+
+
+def _headers(request: GenerateRequest, index: int) -> dict[str, str]:
     headers = dict(request.headers or {})
     if request.request_id is not None:
         headers["x-request-id"] = request.request_id
-        with suppress(ValueError):  # Dynamo passes only UUIDs on to the worker
-            headers["x-dynamo-request-id"] = str(UUID(request.request_id))
+        headers[ID_HEADER] = str(_SentRequest(UUID(headers[ID_HEADER]), 1).choice(index))
     return headers

@@ -271,7 +271,7 @@ class Pool:
         """
         self._check_any()
         workers = [worker for worker in self.workers if worker.serves or worker.leaving]
-        counts = await self._each(workers, lambda worker: worker.transport.abort(*request_ids))
+        counts = await self._each(workers, lambda worker: worker.abort(*request_ids))
         reported = [count for count in counts if count is not None]
         return sum(reported) if reported else None
 

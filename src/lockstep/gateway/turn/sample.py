@@ -6,6 +6,7 @@ after the turn was stored in its session.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from time import time
@@ -61,13 +62,20 @@ class ChoiceProgress:
         """Take the finished choice. Raises Misaligned unless it starts with what was streamed."""
         count = len(self.token_ids)
         if completion.token_ids[:count] != self.token_ids or (
-            len(self.logprobs) == count and completion.logprobs[:count] != self.logprobs
+            len(self.logprobs) == count
+            and _as_float32(completion.logprobs[:count]) != _as_float32(self.logprobs)
         ):
             raise Misaligned(
                 f"choice {completion.index}: the finished choice does not begin with the {count} "
                 "tokens that were streamed"
             )
         self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
+
+
+def _as_float32(logprobs: list[float]) -> array[float]:
+    # Dynamo streams the shortest decimals of 32-bit floats and ends with the same numbers as
+    # doubles: -0.12345679 and -0.12345679104328156 are one logprob.
+    return array("f", logprobs)
 
 
 class StreamedPart(NamedTuple):
