@@ -66,7 +66,7 @@ def test_what_readme_starts_streams_updates_keeps_the_contract_and_restarts(
         for block in runnable(README, engine):
             reader.run(block)
         stream_in_all_dialects(url)
-        assert failures(command(reader, "check", url, "--tokenizer", "tiny", "--json")) == []
+        assert failures(command(reader, "check", url, "--tokenizer", "tiny", "--json")) == {}
 
         update = command(reader, "update-weights", str(weights), "--version", "step-1", "--json")
         operation = update["operation"]
@@ -117,6 +117,7 @@ def command(reader: PageRunner, *words: str) -> dict[str, Any]:
     return fields
 
 
-def failures(report: dict[str, Any]) -> list[Any]:
-    """The rows of `lockstep check` that did not hold."""
-    return [row for row in report["rows"] if row["verdict"] in ("fail", "error")]
+def failures(report: dict[str, Any]) -> dict[str, str]:
+    """Evidence of the rows of `lockstep check` that did not hold, by id."""
+    rows = [row for row in report["rows"] if row["verdict"] in ("fail", "error")]
+    return {row["id"]: row["evidence"] for row in rows}

@@ -156,6 +156,33 @@ async def test_a_gateway_gives_sessions_and_updates_to_a_deployment(
         assert sample.logprobs[span.start : span.end] == expected[span.start - 1 : span.end - 1]
 
 
+async def test_a_gateway_aborts_by_id_also_requests_of_the_same_id_and_all_choices(
+    gateway: dict[str, Any],
+) -> None:
+    async with aiohttp.ClientSession(gateway["url"]) as http:
+
+        async def generate(n: int) -> list[tuple[str, int]]:
+            sampling = {"max_tokens": 3000, "ignore_eos": True, "n": n, "seed": 1}
+            body = {"request_id": "same", "model": "tiny", "token_ids": PROMPT,
+                    "sampling_params": sampling}  # fmt: skip
+            async with http.post("/inference/v1/generate", json=body) as reply:
+                result = await reply.json()
+                assert reply.status == 200, result
+            choices = result["choices"]
+            return [(choice["finish_reason"], len(choice["token_ids"])) for choice in choices]
+
+        running = [asyncio.create_task(generate(n)) for n in (1, 2)]
+        stopped = 0
+        async with asyncio.timeout(60):
+            while stopped < 3:
+                async with http.post(
+                    "/inference/v1/abort_requests", json={"request_ids": ["same"]}
+                ) as reply:
+                    stopped += (await reply.json())["aborted"]
+        for choices in await asyncio.gather(*running):
+            assert all(finish == "abort" and count < 3000 for finish, count in choices), choices
+
+
 async def test_the_whole_life_of_a_fleet(dynamo: Deployment, other: Path, tmp_path: Path) -> None:
     names = {one["instance_id"] for one in dynamo.workers}
     async with fleet_of(dynamo) as fleet:

@@ -53,8 +53,10 @@ class Fleet:
         budget: PhaseBudgets | None = None,
         lease_seconds: float = LEASE_SECONDS,
         model_dir: Path | None = None,
+        fresh: bool = False,
     ) -> None:
-        """`model_dir` holds the weights that the workers start with, where that is known.
+        """`model_dir` holds the weights that the workers start with, where that is known. With
+        `fresh`, the desired state and the workers of a shared store are dropped at the start.
 
         With a shared `leadership`, this is one of several gateways on `store`: it changes the fleet
         while it leads, and follows the leader otherwise. `token` is the workers' admin token.
@@ -72,7 +74,9 @@ class Fleet:
         self._pauses = Pauses(state, lease_seconds)
         self._gate = WorkerGate(state)
         self.membership = Membership(state, token)
-        self.replica = Replica(state, Leader(state, self._gate, self._pauses), self.membership)
+        self.replica = Replica(
+            state, Leader(state, self._gate, self._pauses), self.membership, fresh=fresh
+        )
         pool.gate(self._admit)
 
     async def __aenter__(self) -> Fleet:
@@ -111,14 +115,16 @@ class Fleet:
     ) -> Worker:
         """Add a worker. It serves once it was brought to the desired state and has proved it.
 
-        Its id defaults to its host and port. `options` are those of `Pool.add`. Raises Conflict
-        when the id is taken and BadRequest when it is not a valid id.
+        Its id defaults to its host and port. `options` are those of `Pool.add`. A worker of the
+        same id at another URL is replaced if it no longer responds. Raises Conflict when the id is
+        taken and BadRequest when it is not a valid id.
         """
         worker_id = check_worker_id(worker_id or url.partition("://")[2].rstrip("/"))
         if (joined := self.membership.claim(worker_id, url)) is not None:
             await admin.close()
             return joined
-        return await self.state.take_in(url, admin, worker_id, **options)
+        async with self.membership.adding(worker_id, url):
+            return await self.state.take_in(url, admin, worker_id, **options)
 
     async def remove(self, worker_id: str, *, drain_seconds: float = 30.0) -> None:
         """Drain a worker for up to `drain_seconds`, then drop it. Raises NotFound."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -15,11 +15,13 @@ from lockstep.fleet.state import FleetState
 from lockstep.fleet.worker import Worker
 from lockstep.http.client.client import HttpClient
 from lockstep.storage.desired_state import WorkerRecord
-from lockstep.tokens.errors import LockstepError, NotFound
+from lockstep.tokens.errors import DeadlineExceeded, LockstepError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 LEAVE_SECONDS = 5.0
 PROPOSE_SECONDS = 30.0
+GONE_SECONDS = 5.0
+"""How long a worker may take to answer before another one may take over its id."""
 UNADDABLE = ("dynamo",)
 """Backends whose workers every gateway discovers by itself: discovery lists their routes."""
 
@@ -36,6 +38,7 @@ class Membership:
         """Admin tokens of workers that have their own, by worker id."""
         self._listed: set[str] = set()
         self._from_store: set[str] = set()
+        self._adding: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def close(self) -> None:
@@ -59,22 +62,58 @@ class Membership:
                 return worker
         return None
 
+    @asynccontextmanager
+    async def adding(self, worker_id: str, url: str) -> AsyncIterator[None]:
+        """Leave an id to the caller, who adds a worker under it in the block.
+
+        A worker of that id at another URL is dropped if it does not respond: its process has ended,
+        and was started again as the worker that is added now. A restarted `lockstep serve` finds
+        such workers of its earlier run in the store.
+        """
+        self._adding.add(worker_id)
+        try:
+            if (task := self._tasks.get(worker_id)) is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            for worker in self._state.workers:
+                if (
+                    worker.id == worker_id
+                    and worker.url != url.rstrip("/")
+                    and await _is_gone(worker)
+                ):
+                    log.info("worker %s moved from %s to %s", worker_id, worker.url, url)
+                    await self._leave(worker_id, drain_seconds=0.0)
+            yield
+        finally:
+            self._adding.discard(worker_id)
+
     def follow(self, records: Mapping[str, WorkerRecord]) -> None:
         """Add the workers that the leader lists, and remove those that it no longer lists. A worker
         that the leader has never listed was added here: it is proposed to the leader."""
         self._listed |= set(records)
         for worker in self._state.workers:
-            if worker.control.name in UNADDABLE or worker.id in records or worker.leaving:
+            if worker.control.name in UNADDABLE or worker.leaving:
                 continue
-            if worker.id in self._listed:
+            if (record := records.get(worker.id)) is not None:
+                self._follow_move(worker, record)
+            elif worker.id in self._listed:
                 self._in_background(worker.id, self._leave(worker.id))
             else:
                 self._in_background(worker.id, self._propose(worker))
         self.take_in(records)
 
+    def _follow_move(self, worker: Worker, record: WorkerRecord) -> None:
+        """Settle a worker that has another URL here than at the leader."""
+        if record.url == worker.url:
+            return
+        if worker.id in self._from_store:
+            self._in_background(worker.id, self._leave(worker.id))  # it joins again from the record
+        elif not record.serving:
+            self._in_background(worker.id, self._propose(worker))
+
     def take_in(self, records: Mapping[str, WorkerRecord]) -> None:
         """Add the workers that are missing here, in the background."""
-        present = {worker.id for worker in self._state.pool.workers}
+        present = {worker.id for worker in self._state.pool.workers} | self._adding
         for record in records.values():
             if record.id not in present and record.backend not in UNADDABLE:
                 self._in_background(record.id, self._join(record))
@@ -105,9 +144,9 @@ class Membership:
         self._tasks[worker_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(worker_id, None))
 
-    async def _leave(self, worker_id: str) -> None:
+    async def _leave(self, worker_id: str, drain_seconds: float = LEAVE_SECONDS) -> None:
         with suppress(NotFound):
-            await self._state.remove(worker_id, drain_seconds=LEAVE_SECONDS)
+            await self._state.remove(worker_id, drain_seconds=drain_seconds)
         self._from_store.discard(worker_id)
 
     async def _join(self, record: WorkerRecord) -> None:
@@ -131,3 +170,16 @@ class Membership:
             return
         if record.admin_token is not None:
             self.tokens[record.id] = record.admin_token
+
+
+async def _is_gone(worker: Worker) -> bool:
+    """Return whether nothing responds at the URL of a worker."""
+    if worker.serves:
+        return False
+    try:
+        await worker.health(GONE_SECONDS)
+    except (Unavailable, DeadlineExceeded):
+        return True
+    except LockstepError:
+        return False  # something answers there
+    return False

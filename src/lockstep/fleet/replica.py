@@ -22,7 +22,7 @@ from lockstep.fleet.state import FleetState
 from lockstep.fleet.worker import Worker
 from lockstep.storage.desired_state import Desired, FleetSnapshot, WorkerRecord
 from lockstep.storage.protocols import LeadershipView
-from lockstep.tokens.errors import LockstepError, Superseded, Unavailable
+from lockstep.tokens.errors import Conflict, LockstepError, Superseded, Unavailable
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
@@ -30,13 +30,22 @@ POLL_SECONDS = 1.0
 TAKE_OVER_SECONDS = 10.0
 CARRIED_SECONDS = 30.0
 """How long a new leader keeps records of workers that the earlier leader had and it has not."""
+FRESH_SECONDS = 10.0
+"""How long a gateway that starts over waits to lead. A gateway that was killed is counted as alive
+for 5 s."""
 
 
 class Replica:
-    """Keeps a gateway in the role that its `leadership` assigns: leader or follower."""
+    """Keeps a gateway in the role that its `leadership` assigns: leader or follower.
 
-    def __init__(self, state: FleetState, leader: Leader, membership: Membership) -> None:
+    With `fresh`, it starts as leader of a fleet without state and workers, or not at all.
+    """
+
+    def __init__(
+        self, state: FleetState, leader: Leader, membership: Membership, *, fresh: bool = False
+    ) -> None:
         self._state, self._leader, self._membership = state, leader, membership
+        self._fresh = fresh
         self._led_generation = 0
         self._records: dict[str, WorkerRecord] = {}
         self._published: tuple[WorkerRecord, ...] | None = None
@@ -51,7 +60,8 @@ class Replica:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Lead, or follow the current leader. Raises Unavailable when the store is unreachable."""
+        """Lead, or follow the current leader. Raises Unavailable when the store is unreachable, and
+        Conflict when other gateways use a store whose state must be dropped."""
         state = self._state
         stored = (await state.store.desired()).generation
         await state.leadership.start(stored, self._news.set)
@@ -60,6 +70,8 @@ class Replica:
             return
         await state.store.watch(self._news.set)
         state.pool.accepted.read_anew = self.read
+        if self._fresh:
+            await self._wait_to_start_over()
         await self._update_role()
         self._task = asyncio.create_task(self._run(), name="replica")
 
@@ -215,8 +227,26 @@ class Replica:
             await self.read()
             self._membership.follow(self._records)
 
+    async def _wait_to_start_over(self) -> None:
+        """Wait until this gateway is alone on the store. Raises Conflict when it is not."""
+        leadership = self._state.leadership
+        deadline = monotonic() + FRESH_SECONDS
+        while not leadership.leads:
+            if monotonic() > deadline:
+                others = ", ".join(gateway.address for gateway in leadership.view().gateways)
+                raise Conflict(
+                    "--fresh drops the state of the store, which other gateways use "
+                    f"({others or 'their addresses are not known yet'}): stop them first, or give "
+                    "the store's URL another ?schema=NAME",
+                    param="fresh",
+                )
+            await asyncio.sleep(0.05)
+
     async def _start_leading(self, generation: int) -> None:
         async with self._reading:
+            if self._fresh:
+                await self._state.store.save(Desired(generation=generation), ())
+                self._fresh = False
             # Read the earlier leader's records before writing any: a worker that this gateway has
             # not found yet would otherwise vanish for all followers.
             await self._follow(await self._state.store.snapshot())

@@ -90,8 +90,7 @@ class GatewayProcess:
             stack.enter_context(status)
             state = await stack.enter_async_context(open_state(arguments, settings, source))
             store = state.store
-            if not store.shared:
-                _print_state(state, status.console)
+            _print_state(state, status.console)
             token, token_path = stack.enter_context(admin_token(settings.admin_token))
             token_file = token_path or _text(settings.admin_token_file)
             roots = arguments.checkpoint_root
@@ -104,6 +103,7 @@ class GatewayProcess:
                 roots=(*roots, runs) if roots and runs else roots,
                 budget=arguments.budgets(),
                 model_dir=self.model_dir,
+                fresh=arguments.fresh,
             )
             options = replace(arguments.options(settings, store), admin_token=token)
             try:
@@ -244,14 +244,14 @@ def _print_prime_rl(
 
 def _print_state(state: GatewayState, console: Console) -> None:
     """Prints where the state is, and what it resumes of an earlier run."""
-    if state.directory is None:
+    if state.directory is None and not state.store.shared:
         console.print("State and sessions are in memory: they end with this process.")
         return
-    lines = [f"State: {state.directory}"]
+    lines = ["State: in the store" if state.directory is None else f"State: {state.directory}"]
     if state.set_aside is not None:
         lines.append(f"The earlier state was moved to {state.set_aside}.")
     if state.resumed is not None:
-        where = state.checkpoint or state.directory
+        where = state.checkpoint or state.directory or "the model's own weights"
         lines.append(f"Resuming version {state.resumed} from {where}; --fresh starts over.")
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
@@ -262,7 +262,7 @@ def _with_hint(error: LockstepError, state: GatewayState) -> LockstepError:
         return error
     return error.with_message(
         f"{error.message} (the fleet is brought to version {state.resumed} of an earlier run, from "
-        f"{state.checkpoint or state.directory}: --fresh starts over)"
+        f"{state.checkpoint or state.directory or 'its store'}: --fresh starts over)"
     )
 
 

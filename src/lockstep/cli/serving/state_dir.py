@@ -64,7 +64,9 @@ async def open_state(
         async with open_store(shared_url) as store:
             if store.keys is not None:
                 await store.keys.follow()
-            yield GatewayState(store)
+            desired = Desired() if arguments.fresh else await store.control.desired()
+            _check_files(desired, "the store", source.starts_workers)
+            yield GatewayState(store, resumed=desired.version, checkpoint=desired.checkpoint)
     elif arguments.state_dir == MEMORY or (
         arguments.state_dir is None and arguments.sessions == MEMORY
     ):
@@ -137,16 +139,22 @@ async def _resumable(control: ControlStore, directory: Path, starts_workers: boo
             # Their logprobs may differ from the last run's if another machine computes them.
             desired = Desired()
             await control.save(desired)
-    if (missing := _missing(desired)) is not None:
-        what, file = missing
-        if starts_workers:
-            raise CheckpointError(
-                f"{file} is missing: the fleet last served {what} (state in {directory}); put it "
-                "back, or --fresh starts over with the model's own weights",
-                param="state_dir",
-            )
-        log.warning("%s is missing: workers that do not hold %s yet cannot join", file, what)
+    _check_files(desired, str(directory), starts_workers)
     return desired
+
+
+def _check_files(desired: Desired, place: str, starts_workers: bool) -> None:
+    """Raise CheckpointError when new workers could not load the state; otherwise only warn."""
+    if (missing := _missing(desired)) is None:
+        return
+    what, file = missing
+    if starts_workers:
+        raise CheckpointError(
+            f"{file} is missing: the fleet last served {what} (state in {place}); put it back, or "
+            "--fresh starts over with the model's own weights",
+            param="state_dir",
+        )
+    log.warning("%s is missing: workers that do not hold %s yet cannot join", file, what)
 
 
 def _missing(desired: Desired) -> tuple[str, Path] | None:
