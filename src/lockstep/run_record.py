@@ -26,6 +26,10 @@ class Summary:
     """Maximum over the steps."""
     max_difference: float
     """Largest difference between a trainer logprob and the engine's, over all steps."""
+    compared: int | None
+    """Number of sampled tokens whose logprobs were compared; None for a run of an older version."""
+    unequal: int
+    """Number of them whose logprob differed."""
     close_bound: float | None
     """Allowed difference of a run in close mode; None for an exact run."""
     close_reason: str
@@ -62,15 +66,35 @@ class Summary:
         bound.
         """
         if self.close_bound is None:
-            return self.mismatch_kl == 0
+            return self.equal
         return self.max_difference <= self.close_bound
+
+    @property
+    def equal(self) -> bool:
+        """Whether every logprob of the trainer was the engine's, bit for bit.
+
+        Counted token by token: a mean can be rounded to 0. Runs of older versions have no count.
+        """
+        if self.compared is None:
+            return self.mismatch_kl == 0 and self.max_difference == 0
+        return self.unequal == 0
+
+    @property
+    def comparison(self) -> str:
+        """Number of tokens compared, and how many differed."""
+        if self.compared is None:
+            return "bit for bit" if self.equal else "largest of any step"
+        if self.unequal:
+            return f"{self.unequal:,} of {self.compared:,} tokens differ"
+        return f"all {self.compared:,} tokens bit for bit"
 
     @property
     def mismatch(self) -> str:
         """Comparison of trainer and engine in words that never call a small number zero."""
         if self.close_bound is not None:
             return f"close: max |Δ| {self.max_difference:.1e} because {self.close_reason}"
-        return "exactly 0, bit for bit" if self.mismatch_kl == 0 else figure(self.mismatch_kl)
+        value = "exactly 0" if self.equal else figure(self.mismatch_kl)
+        return f"{value}, {self.comparison}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +156,8 @@ class Run:
             reward_after=after.get("reward"),
             mismatch_kl=max(float(step["mismatch_kl"]) for step in steps),
             max_difference=max(float(step.get("mismatch_max", 0.0)) for step in steps),
+            compared=_total(steps, "compared_logprobs"),
+            unequal=_total(steps, "unequal_logprobs") or 0,
             close_bound=float(numerics["bound"]) if numerics.get("mode") == "close" else None,
             close_reason=str(numerics.get("reason", "")),
             masked=max(float(step["is_masked"]) for step in steps),
@@ -146,6 +172,12 @@ class Run:
             tokens=sum(int(step["tokens"]) for step in steps),
             seconds=self.ends()[-1] if ended is None else float(ended) - self.start,
         )
+
+
+def _total(steps: list[Row], name: str) -> int | None:
+    """Return the sum of a count over the steps; None if a step lacks it."""
+    counts = [step.get(name) for step in steps]
+    return None if None in counts else sum(int(count or 0) for count in counts)
 
 
 def describe(event: Row) -> str:

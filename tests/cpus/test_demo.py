@@ -37,7 +37,10 @@ def test_a_demo_succeeds_whatever_instructions_the_cpu_has(tmp_path: Path, force
     if {plan["trainer"]["arithmetic"], plan["workers"]["arithmetic"]} == {"exact"}:
         assert plan["mode"] == "exact", plan["reason"]
         assert (row["exact"], row["mismatch_max"]) == (True, 0.0)
-        assert row["mismatch"] == "exactly 0, bit for bit"
+        assert row["unequal_logprobs"] == 0
+        assert row["compared_logprobs"] > 0
+        expected = f"exactly 0, all {row['compared_logprobs']:,} tokens bit for bit"
+        assert row["mismatch"] == expected
     else:
         assert row["mismatch"].startswith("close: max |Δ| ")
 

@@ -40,8 +40,7 @@ async def test_ten_steps_of_reverse_keep_mismatch_kl_below_one_in_a_million(
             "env": {"name": "reverse"},
             "rollout": {"groups": 4, "group_size": 4, "max_tokens": 16},
             "learner": {"exact": False, "probe_tolerance": 1e-3},
-            # A plain vLLM server cannot be held to a version; its version spans are checked.
-            "loop": {"steps": STEPS, "pin_version": False},
+            "loop": {"steps": STEPS},
             "eval": {"prompts": 8},
         }
     )

@@ -12,7 +12,8 @@ from lockstep.render.authors import messages
 from lockstep.run_record import Row, Run, describe, lanes
 
 SERIES = (
-    "reward", "reward_std", "solved", "mismatch_kl", "masked_mismatch_kl", "is_masked",
+    "reward", "reward_std", "solved", "mismatch_kl", "masked_mismatch_kl", "mismatch_max",
+    "compared_logprobs", "unequal_logprobs", "is_masked",
     "is_masked_low", "is_masked_high", "entropy", "loss", "grad_norm", "lr", "tokens",
     "tokens_per_second", "off_policy", "off_policy_max", "breaks", "aborts", "dropped",
     "pause_seconds", "time/rollout", "time/train", "time/save", "time/update", "time/step",

@@ -177,7 +177,11 @@ class LoopConfig:
     update_mode: Annotated[
         Literal["keep", "wait", "abort"], "What an update does to running requests."
     ] = "keep"
-    pin_version: Annotated[bool, "In sync mode, require the newest version for rollouts."] = True
+    pin_version: Annotated[
+        bool | None,
+        "In sync mode, require the newest version for rollouts. Unset: if all workers support it, "
+        "as Lockstep's do.",
+    ] = None
     keep_checkpoints: Annotated[int, "Number of checkpoints to keep on disk."] = 3
     max_skipped: Annotated[int, "Maximum number of skipped steps in a row."] = 3
 

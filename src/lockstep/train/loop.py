@@ -202,7 +202,7 @@ class Trainer:
         """Sample the groups of a step, learn from them, and continue with the new weights."""
         per_step, size = self.config.rollout.groups, self.config.rollout.group_size
         tasks = self._rollouts.tasks("train", first * per_step)
-        pinned = self.config.loop.pin_version and not self.config.learner.lora_rank
+        pinned = await self._pins_version()
         for step in range(first + 1, self.config.loop.steps + 1):
             started = perf_counter()
             version = self._steps.current.label if pinned else None
@@ -213,6 +213,14 @@ class Trainer:
             groups = await self._rollouts.groups(step_tasks, size, seeds, version)
             await self._steps.take(step, groups, started, 0)
             await self._evaluate_after(step)
+
+    async def _pins_version(self) -> bool:
+        """Return whether rollouts require the newest version, which the workers must support."""
+        if self.config.learner.lora_rank:
+            return False
+        if self.config.loop.pin_version is not None:
+            return self.config.loop.pin_version
+        return await self._publisher.enforces_versions()
 
     async def _train_async(self, first: int) -> None:
         """Learn from groups in the order of their tasks, while others are sampled.

@@ -83,6 +83,12 @@ class Publisher:
         workers = self.current.workers if self.current is not None else ()
         return sum(worker["state"] == "serving" for worker in workers)
 
+    async def enforces_versions(self) -> bool:
+        """Return whether every worker rejects a request that requires another version than its own.
+        vLLM, SGLang and Dynamo have no such field."""
+        state = await self._retry.call("state", lambda _: self._fleet.state())
+        return all(worker.get("backend", "lockstep") == "lockstep" for worker in state["workers"])
+
     async def publish(self, directory: Path, step: int) -> Published:
         """Push a checkpoint until the fleet has proved and serves it. Raises what the fleet raises.
 

@@ -36,6 +36,7 @@ def write_run(directory: Path, steps: int = 30, samples: int = 4, **changes: Any
                 "step": step, "reward": reward, "reward_std": 0.35 * (1 - share) + 0.05,
                 "solved": max(0.0, reward - 0.05), "tokens": 3000 + step,
                 "tokens_per_second": 2100 + chance.uniform(-200, 200), "mismatch_kl": 0.0,
+                "compared_logprobs": 900, "unequal_logprobs": 0,
                 "masked_mismatch_kl": 0.0, "is_masked": 0.0, "is_masked_low": 0.0,
                 "is_masked_high": 0.0, "entropy": 0.4 * (1 - share) + 0.05, "loss": -0.01,
                 "grad_norm": 0.8, "lr": 1e-4, "off_policy": 0.0, "off_policy_max": 0,
@@ -148,6 +149,7 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     shown = " ".join(Page(render(run)).text)
     assert "0.41 → 0.94" in shown
     assert "exactly 0" in shown
+    assert "all 4,500 tokens bit for bit" in shown
     assert "step-5" in shown
     assert "the same on 2 workers" in shown
     assert "worker w1 is killed (SIGKILL to process 4711)" in shown
@@ -161,19 +163,27 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_with_problems_is_marked_bad(tmp_path: Path) -> None:
-    run = Run.read(write_run(tmp_path, steps=3, mismatch_kl=2e-7, is_masked=0.0013, breaks=1))
+    run = Run.read(write_run(tmp_path, steps=3, mismatch_kl=2e-7, unequal_logprobs=2,
+                             is_masked=0.0013, breaks=1))  # fmt: skip
     assert not run.summary().kept
     text = render(run)
     shown = " ".join(Page(text).text)
     assert "2.00e-07" in shown
+    assert "6 of 2,700 tokens differ" in shown
     assert "exactly 0" not in text[: text.index("<script")]
     assert "0.13 %" in shown
     assert text.count('class="mark bad"') == 2
 
 
+def test_a_mean_that_rounds_to_zero_is_not_called_zero(tmp_path: Path) -> None:
+    summary = Run.read(write_run(tmp_path, steps=3, unequal_logprobs=1)).summary()
+    assert not summary.kept
+    assert summary.mismatch == "0, 3 of 2,700 tokens differ"
+
+
 def close_run(directory: Path, worst: float) -> Run:
     """A run in close mode whose logprobs were off by up to `worst`."""
-    write_run(directory, steps=3, mismatch_kl=worst**2 / 2, mismatch_max=worst)
+    write_run(directory, steps=3, mismatch_kl=worst**2 / 2, mismatch_max=worst, unequal_logprobs=9)
     about = json.loads((directory / "run.json").read_text())
     about["numerics"] = {"mode": "close", "reason": "the CPU is another one", "bound": 1e-3}
     (directory / "run.json").write_text(json.dumps(about))

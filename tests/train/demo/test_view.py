@@ -36,8 +36,9 @@ def test_the_panel_fits_and_shows_every_figure(tmp_path: Path, width: int) -> No
     lines = shown(run, terminal=True, width=width)
     assert max(map(len, lines)) <= min(width, 100)
     text = "\n".join(lines)
-    for part in ("step 40 of 40", "reward", "█", "solved", "tokens/s", "mismatch_kl", "exactly 0",
-                 "masked", "breaks", "aborts", "pause", " ms", "rollout", "train", "update",
+    for part in ("step 40 of 40", "reward", "█", "solved", "tokens/s", "mismatch_kl",
+                 "exactly 0, 36,000 tokens", "masked", "breaks", "aborts", "pause", " ms",
+                 "rollout", "train", "update",
                  "● w0 step-40 serving", "● w1 step-40 serving", "worker w1 is killed",
                  "worker w1 is back"):  # fmt: skip
         assert part in text
@@ -56,7 +57,7 @@ def test_without_a_terminal_it_is_one_line_per_step(tmp_path: Path) -> None:
 
 
 def test_a_mismatch_is_a_number_not_a_zero(tmp_path: Path) -> None:
-    run = Run.read(write_run(tmp_path, steps=2, mismatch_kl=3e-9))
+    run = Run.read(write_run(tmp_path, steps=2, mismatch_kl=3e-9, unequal_logprobs=1))
     assert "exactly 0" not in "\n".join(shown(run, terminal=True))
     assert "3.00e-09" in "\n".join(shown(run, terminal=True))
     assert sum("kl 3.00e-09" in line for line in shown(run, terminal=False)) == 2

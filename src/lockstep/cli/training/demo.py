@@ -73,6 +73,8 @@ def as_row(summary: Summary, page: Path) -> dict[str, object]:
         "exact": summary.close_bound is None,
         "mismatch": summary.mismatch,
         "mismatch_max": summary.max_difference,
+        "compared_logprobs": summary.compared,
+        "unequal_logprobs": summary.unequal,
         "masked": summary.masked,
         "breaks": summary.breaks,
         "aborts": summary.aborts,

@@ -1,5 +1,5 @@
 /* A training run while it goes: the curves, lanes and conversations of its report. */
-import { drawCharts, drawLanes, drawTable } from "./charts.js";
+import { drawCharts, drawLanes, drawTable, equality } from "./charts.js";
 import { clock, make, show } from "./dom.js";
 import { tile } from "./fleet.js";
 import { read, state } from "./state.js";
@@ -29,9 +29,10 @@ export class TrainingView {
     this.title.textContent = `${about.env ?? state.run.name} on ${String(about.model ?? "an unnamed model").split("/").pop()}`;
     this.facts.replaceChildren(...[`step ${curves.steps[last]}`, ...(about.ended ? [`ended ${clock(about.ended)}`] : ["running"]), `version ${curves.versions[last]}`].map(text => make("li", {}, text)));
     const mismatch = curves.series.mismatch_kl ?? [], worst = Math.max(0, ...mismatch.filter(value => typeof value === "number"));
+    const equal = equality(curves);
     this.tiles.replaceChildren(
       tile("Reward", show(of("reward")), `step ${curves.steps[last]}; first ${show(curves.series.reward?.[0])}`),
-      tile("Mismatch KL", worst ? show(worst) : "exactly 0", worst ? "largest of any step" : "trainer and engine agree bit for bit", null, worst > 1e-3 ? "red" : "green"),
+      tile("Mismatch KL", equal.all ? "exactly 0" : show(worst), equal.all ? equal.text : `largest of any step; ${equal.text}`, null, worst > 1e-3 ? "red" : "green"),
       tile("Entropy", show(of("entropy")), "of the last step"),
       tile("Versions behind", show(of("off_policy")), `mean; most ${show(of("off_policy_max"))}`),
       tile("Step time", show(of("time/step"), " s"), `pause ${show((of("pause_seconds") ?? 0) * 1000, " ms")}`));

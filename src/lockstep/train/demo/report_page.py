@@ -117,10 +117,11 @@ def _mismatch(summary: Summary) -> str:
     if summary.close_bound is not None:
         note = f"{summary.mismatch}; limit {summary.close_bound:g}"
         return _tile("Mismatch", figure(summary.max_difference), note, summary.near)
-    if summary.mismatch_kl == 0:
-        return _tile("Mismatch KL", "exactly 0", "trainer and engine agree bit for bit", True)
+    if summary.equal:
+        return _tile("Mismatch KL", "exactly 0", summary.comparison, True)
     good = summary.mismatch_kl < 1e-3
-    return _tile("Mismatch KL", figure(summary.mismatch_kl), "largest of any step", good)
+    note = f"largest of any step; {summary.comparison}"
+    return _tile("Mismatch KL", figure(summary.mismatch_kl), note, good)
 
 
 def _tile(name: str, value: str, note: str, good: bool | None) -> str:

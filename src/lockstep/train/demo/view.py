@@ -124,6 +124,8 @@ class RunView:
     def _figures(self) -> Table:
         rows, last = self._rows, self._rows[-1]
         kl = max(float(row["mismatch_kl"]) for row in rows)
+        unequal = sum(int(row.get("unequal_logprobs", kl > 0)) for row in rows)
+        compared = sum(int(row.get("compared_logprobs", 0)) for row in rows)
         masked = max(float(row["is_masked"]) for row in rows)
         breaks = sum(int(row["breaks"]) for row in rows)
         aborts = sum(int(row["aborts"]) for row in rows)
@@ -136,7 +138,9 @@ class RunView:
             f"[b]{last['tokens_per_second']:,.0f}",
             f"[b]close {figure(kl)}"
             if self._close
-            else _verdict(kl, "exactly 0" if kl == 0 else figure(kl)),
+            else _verdict(
+                unequal, f"exactly 0, {compared:,} tokens" if not unequal else figure(kl)
+            ),
             _verdict(masked, f"{masked:.2%}" if masked else "0"),
             _verdict(breaks, str(breaks)),
             f"[b]{aborts}",

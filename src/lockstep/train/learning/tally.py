@@ -20,6 +20,8 @@ class Tally:
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self.mismatch_max = 0.0
+        self.compared = 0
+        self.unequal = 0
 
     def add(
         self,
@@ -40,8 +42,10 @@ class Tally:
         for name, values in metrics.items():
             self._add(name, values, learn_N)
         if bool(learn_N.any()):
-            worst = float(ratio.log_r_N.detach()[learn_N].abs().max())
-            self.mismatch_max = max(self.mismatch_max, worst)
+            differences = ratio.log_r_N.detach()[learn_N].abs()
+            self.mismatch_max = max(self.mismatch_max, float(differences.max()))
+            self.compared += differences.numel()
+            self.unequal += int((differences != 0).sum())  # NaN counts as unequal
 
     def _add(self, name: str, values_N: Tensor, where_N: Tensor) -> None:
         values = values_N.detach()[where_N]
@@ -54,4 +58,9 @@ class Tally:
             name: total / self._counts[name] if self._counts[name] else 0.0
             for name, total in self._sums.items()
         }
-        return {**means, "mismatch_max": self.mismatch_max}
+        return {
+            **means,
+            "mismatch_max": self.mismatch_max,
+            "compared_logprobs": self.compared,
+            "unequal_logprobs": self.unequal,
+        }

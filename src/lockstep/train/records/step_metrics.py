@@ -13,6 +13,8 @@ from lockstep.train.learning.learner import StepOutcome
 NAMED = ("mismatch_kl", "masked_mismatch_kl", "is_masked", "is_masked_low", "is_masked_high",
          "entropy", "loss", "grad_norm", "lr")  # fmt: skip
 """Metrics of the learner that are fields of StepMetrics; others go into `more`."""
+COMPARED = ("mismatch_max", "compared_logprobs", "unequal_logprobs")
+"""Metrics in `more` that compare the trainer's logprobs with the engine's, token by token."""
 COUNTED = ("solved", "tokens", "off_policy", "off_policy_max", "mixed", "breaks", "aborts",
            "dropped", "retries")  # fmt: skip
 """Counts of the batch that are fields of StepMetrics."""
@@ -113,7 +115,7 @@ class RunResult:
 
 def nothing_learnt() -> StepOutcome:
     """Return the outcome of a step without a token to learn from."""
-    return StepOutcome(dict.fromkeys((*NAMED, "mismatch_max"), 0.0), [])
+    return StepOutcome(dict.fromkeys((*NAMED, *COMPARED), 0.0), [])
 
 
 def step_metrics(
