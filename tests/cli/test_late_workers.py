@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+from tests.ports import free_port
 from tests.processes import TOKEN, ready_process
 
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
 GATEWAY = ("gateway", "--json", "--tokenizer", "tiny", "--port", "0", "--admin-port", "0",
            "--state-dir", "memory")  # fmt: skip
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def worker_arguments(tmp_path: Path, port: int, system_port: int) -> tuple[str, ...]:
@@ -47,7 +38,7 @@ async def serving(gateway: dict[str, Any]) -> int:
 
 
 async def test_a_gateway_that_starts_before_its_worker_waits_for_it(tmp_path: Path) -> None:
-    data, system = free_ports(2)
+    data, system = free_port(), free_port()
 
     def gateway_first() -> int:
         with ready_process(*GATEWAY, *option(data, system)) as gateway:
@@ -63,7 +54,7 @@ async def test_a_gateway_that_starts_before_its_worker_waits_for_it(tmp_path: Pa
 async def test_a_gateway_starts_without_a_worker_that_is_away_and_takes_it_in_later(
     tmp_path: Path,
 ) -> None:
-    data, system, late_data, late_system = free_ports(4)
+    data, system, late_data, late_system = (free_port() for _ in range(4))
     named = (*option(data, system), *option(late_data, late_system), "--wait-seconds", "2")
     with (
         ready_process(*worker_arguments(tmp_path, data, system)),

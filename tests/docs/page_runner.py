@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import IO
 
 from lockstep.launch.parent_watch import exit_with_parent
 from tests.docs.blocks import ROOT, Block
+from tests.ports import free_port
 
 PORTS = (8000, 8001, 8100, 8101, 9000, 9001)
 PORT = re.compile(rf"(?<=[:= ])({'|'.join(map(str, PORTS))})\b")
@@ -217,7 +217,7 @@ def reading(directory: Path) -> Iterator[PageRunner]:
     home, work = directory / "home", directory / "work"
     home.mkdir()
     work.mkdir()
-    ports = _free_ports()
+    ports = {str(port): str(free_port()) for port in PORTS}
     for name in LINKED:
         if (ROOT / name).exists():
             (work / name).symlink_to(ROOT / name)
@@ -247,19 +247,6 @@ def _environ(home: Path, ports: dict[str, str]) -> dict[str, str]:
         "DYN_RL_PORT": ports["8001"],
         "LOCKSTEP_LOG_LEVEL": "warning",
     }
-
-
-def _free_ports() -> dict[str, str]:
-    """A free port for each one that the documentation names."""
-    held = []
-    for _ in PORTS:
-        sock = socket.socket()
-        sock.bind(("127.0.0.1", 0))
-        held.append(sock)
-    ports = {str(port): str(sock.getsockname()[1]) for port, sock in zip(PORTS, held, strict=True)}
-    for sock in held:
-        sock.close()
-    return ports
 
 
 def _check_install(command: str, place: str) -> None:

@@ -13,13 +13,13 @@ from lockstep.backends.admin import Broadcaster, Source, TensorSpec
 from lockstep.backends.transport import GenerateRequest
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import shared_tensors
-from lockstep.http.server.server import listen
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import CheckpointError, Conflict, EngineFailure
 from tests.engines import vllm_models as models
 from tests.engines.vllm_load import furthest_off, under_load
 from tests.engines.vllm_models import TOLERANCE, Reference, furthest
 from tests.engines.vllm_servers import Vllm, probe_off, updated
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(400)
 SKIP = "LOCKSTEP_VLLM_SKIP_REPAIRS"
@@ -210,9 +210,7 @@ async def test_the_standard_routes_of_vllm_work_and_cannot_kill_the_server(serve
 @DENSE
 async def test_weights_come_over_a_broadcast_group(server: Vllm) -> None:
     tensors = load_file(server.b / "model.safetensors")
-    with listen("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
-    group = Broadcaster("127.0.0.1", port, rank=1, world_size=2, seconds=60.0)
+    group = Broadcaster("127.0.0.1", free_port(), rank=1, world_size=2, seconds=60.0)
     join = partial(Broadcast.join, group.host, group.port, 0, 2, seconds=60.0)
     async with server.admin() as admin:
         trainer, _ = await asyncio.gather(asyncio.to_thread(join), admin.join_group(group))

@@ -9,6 +9,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from tests.ports import free_port
+
 BIN = Path(__file__).parents[2] / ".venv-scale/bin"
 START_SECONDS = 30.0
 
@@ -17,7 +19,7 @@ class _Server:
     """A process that can be killed and started again on the same port, with the data it had."""
 
     def __init__(self, directory: Path, address: str) -> None:
-        self.directory, self.address, self.port = directory, address, _free_port(address)
+        self.directory, self.address, self.port = directory, address, free_port(address)
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
@@ -51,7 +53,7 @@ class EtcdServer(_Server):
 
     def __init__(self, directory: Path, address: str) -> None:
         super().__init__(directory, address)
-        self._peer_port = _free_port("127.0.0.1")
+        self._peer_port = free_port()
 
     @property
     def url(self) -> str:
@@ -106,9 +108,3 @@ class NatsServer(_Server):
                 return sock.recv(5) == b"INFO "
         except OSError:
             return False
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as sock:
-        sock.bind((address, 0))
-        return int(sock.getsockname()[1])

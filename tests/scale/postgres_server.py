@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import asyncpg
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PLACES = (
@@ -83,7 +84,7 @@ def postgres_server(*settings: str) -> Iterator[PostgresServer]:
             _binary("initdb"), "-D", str(directory / "data"), "-A", "trust", "-U", "lockstep",
             "--no-sync", "-E", "UTF8", "--locale", "C",
         )  # fmt: skip
-        server = PostgresServer(directory, _free_port(), (*FAST, *settings))
+        server = PostgresServer(directory, free_port(), (*FAST, *settings))
         server.start()
         try:
             yield server
@@ -123,9 +124,3 @@ def _run(*command: str) -> None:
     )
     if done.returncode:
         raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stdout.decode()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -7,11 +7,9 @@ is away both use up the same lease, so other tests stand between them: it has to
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from lockstep.models import bundled
 from lockstep.tokens.errors import UnknownModel
 from lockstep.tokens.exit_codes import TRY_AGAIN, WRONG
 from tests.engine.checkpoints import reference, trainer, variant
+from tests.ports import free_port
 from tests.scale.dynamo_hosts import (
     PYTHON,
     REQUEST,
@@ -196,11 +195,7 @@ async def test_a_worker_that_advertises_loopback_is_refused_and_everybody_is_tol
 
 def low_port() -> str:
     """A free port that Dynamo takes for its system server: one below 32768."""
-    for port in range(20_000 + os.getpid() % 10_000, 32_000):
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return str(port)
-    raise RuntimeError("no port is free")
+    return str(free_port())
 
 
 def loopback_worker(dynamo: DynamoHosts, host: Host, *arguments: str) -> Started:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.models import bundled
+from tests.ports import free_port
 from tests.processes import GENERATE, TOKEN, WorkerProcess
 from tests.worker.adapters import write_adapter
 
@@ -328,9 +328,7 @@ async def test_broken_checkpoints_are_rejected_and_change_nothing(
 
 
 async def test_weights_arrive_by_broadcast(worker: WorkerProcess, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     joining = asyncio.create_task(
         worker.control(
             "init_weights_update_group",

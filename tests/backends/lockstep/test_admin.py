@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from lockstep.tokens.errors import (
     UnsupportedField,
 )
 from tests.backends.scripted import Reply, read_request, serving, whole
+from tests.ports import free_port
 from tests.processes import TOKEN, WorkerProcess
 from tests.worker.adapters import write_adapter
 
@@ -131,12 +131,6 @@ async def test_shared_memory_that_does_not_fit_is_refused(admin: LockstepAdmin) 
         with pytest.raises(CheckpointError, match="NaN"):
             await admin.stage(Source(shared=name, tensors=described, partial=True), "X")
     assert (await admin.view()).staged is None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_a_broadcast_is_staged_and_not_yet_committed(admin: LockstepAdmin) -> None:
