@@ -25,7 +25,7 @@ BODY = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1}}
 async def data_port(host: str, keys: tuple[str, ...] = ()) -> AsyncIterator[aiohttp.ClientSession]:
     root = bundled("tiny")
     assert root is not None
-    async with Engine("tiny", EngineOptions(prefix_cache_bytes=8 << 20)) as engine:
+    async with Engine("tiny", EngineOptions(max_seqs=4, prefix_cache_bytes=8 << 20)) as engine:
         plane = DataPlane(engine, "tiny", root, keys=keys, hosts=hosts_of(host))
         with listen("127.0.0.1", 0) as sock:
             async with serving([(plane.app, sock)]):
