@@ -25,7 +25,7 @@ DEFAULT_URL = "http://127.0.0.1:8001"
 class RunningGateway(msgspec.Struct, frozen=True):
     """One gateway: its addresses, and the file with its admin token, if it has one.
 
-    `state_dir` is None if its state is in memory.
+    `state_dir` is None if its state is in memory. `gpus` are those of the workers it placed.
     """
 
     url: str
@@ -35,6 +35,7 @@ class RunningGateway(msgspec.Struct, frozen=True):
     token_file: str | None = None
     state_dir: str | None = None
     host: str = msgspec.field(default_factory=socket.gethostname)
+    gpus: dict[str, tuple[str, ...]] = {}
 
 
 def registry_dir() -> Path:

@@ -26,7 +26,7 @@ STATE: dict[str, Any] = {
     "running": [], "operations": [],
     "workers": [
         {"id": "w0", "state": "serving", "version": "step_7", "in_flight": 3, "reason": None,
-         "next_try_seconds": None},
+         "next_try_seconds": None, "gpus": ["2", "3"]},
         {"id": "w1", "state": "quarantined", "version": "step_6", "in_flight": 0,
          "reason": "it did not commit", "next_try_seconds": 2.0},
     ],
@@ -189,7 +189,8 @@ def test_a_worker_takes_one_line_and_its_details_are_given_on_demand(
     assert "at last" not in shown
     assert run("state", "--details") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for text in (reason, "url: http://w1", "failed: one hung", "w1: quarantined: it hung"):
+    texts = (reason, "url: http://w1", "GPUs: 2, 3", "failed: one hung", "w1: quarantined: it hung")
+    for text in texts:
         assert text in shown
     monkeypatch.delenv("COLUMNS")
     assert run("state") == 0

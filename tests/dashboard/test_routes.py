@@ -148,12 +148,13 @@ async def events(client: httpx.AsyncClient, count: int) -> list[dict[str, Any]]:
 
 async def test_the_first_event_has_everything_and_the_next_what_changed(tmp_path: Path) -> None:
     async with served(tmp_path) as here:
+        here.fleet.fleet.workers[1].gpus = ("2", "3")
         watching = asyncio.create_task(events(here.client, 3))
         await asyncio.sleep(0.8)
         here.fleet.fleet.state.quarantine(here.fleet.fleet.workers[0], "for this test")
         first, *later = await asyncio.wait_for(watching, 10)
         assert set(first) == {"at", "fleet", "workers", "health", "run"}  # no operation yet
-        assert len(first["workers"]) == 2
+        assert [row["gpus"] for row in first["workers"].values()] == [[], ["2", "3"]]
         changed = [row for event in later for row in event.get("workers", {}).values()]
         name = here.fleet.fleet.workers[0].id
         assert [row["id"] for row in changed] == [name] * len(changed)

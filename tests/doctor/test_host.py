@@ -11,6 +11,9 @@ import pytest
 
 from lockstep.doctor import engines, host
 from lockstep.doctor.examine import child
+from lockstep.doctor.gpus import gpus
+from lockstep.running_gateways import RunningGateway, registered
+from tests.launch.machines import write_nvidia_smi
 
 INTEL = """processor : 0
 model name : Intel(R) Xeon(R) Processor
@@ -74,3 +77,24 @@ def test_a_check_that_crashes_is_reported_as_a_failed_check(
     assert (dead.status, "was killed by SIGILL" in dead.found) == ("fail", True)
     (raised,) = child("raising", "torch")
     assert "exited with code 1: ValueError: broken" in raised.found
+
+
+def test_visible_gpus_are_listed_with_the_workers_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus().found == "0 visible (optional)"
+    write_nvidia_smi(tmp_path, 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    entry = RunningGateway("http://a:8000", "http://a:8001", "m", 1, gpus={"w0": ("0", "1")})
+    with registered(entry):
+        check = gpus()
+    assert (check.name, check.status) == ("GPUs", "ok")
+    assert check.found == (
+        "2 visible: 0 (78 GiB free), 1 (78 GiB free); 2 x NVIDIA H100; "
+        "w0 of http://a:8000 on GPU 0, 1"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    assert "lists 0 twice" in gpus().found

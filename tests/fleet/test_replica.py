@@ -10,6 +10,7 @@ import pytest
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.state_view import worker_views
 from lockstep.storage.desired_state import Desired, FleetSnapshot, WorkerRecord
 from lockstep.storage.protocols import LeadershipView
 from lockstep.storage.sqlite.control import SqliteControlStore
@@ -116,3 +117,18 @@ async def test_a_follower_routes_only_to_workers_proved_at_the_leader_and_comman
             fleet.replica.check_leads()
     for fake in fakes:
         await fake.die()
+
+
+async def test_the_gpus_of_a_worker_are_in_the_state_of_every_gateway() -> None:
+    fake = FakeWorker("w0")
+    await fake.start()
+    store = Told()
+    async with Pool(probe_seconds=0.05) as pool, Fleet(pool, store, leadership=Follows()) as fleet:
+        record = WorkerRecord(
+            "w0", fake.url, True, "v1", "serving", None, fake.url, "lockstep", gpus=("2", "3")
+        )
+        store.write(Desired(version="v1", agreed=("v1",)), record)
+        await until(lambda: [row["gpus"] for row in worker_views(fleet)] == [["2", "3"]])
+        await fleet.add("http://127.0.0.1:9", Untouchable(), worker_id="w1", gpus=("0",))  # type: ignore[arg-type]
+        assert worker_views(fleet)[1]["gpus"] == ["0"]
+    await fake.die()

@@ -54,6 +54,14 @@ def serve(
     worker_args: Annotated[
         str, typer.Option(help="Options of `lockstep worker` for each of them, in one string.")
     ] = "",
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="GPUs to place the workers on: all, or a list such as 0-3,6, in which a GPU that "
+            "is listed twice has two workers; none: do not place them. By default all that are "
+            "visible."
+        ),
+    ] = None,
     *,
     arguments: GatewayArguments,
 ) -> None:
@@ -62,7 +70,9 @@ def serve(
     mode = () if logprobs_mode is None else ("--logprobs-mode", logprobs_mode)
     source = worker_source(
         model,
-        EngineChoice(engine, workers, tuple(worker or ()), tuple(vllm_args or ()), logprobs_mode),
+        EngineChoice(
+            engine, workers, tuple(worker or ()), tuple(vllm_args or ()), logprobs_mode, gpus=gpus
+        ),
         (*mode, *shlex.split(worker_args)),
         arguments,
         settings,

@@ -24,6 +24,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     evidence: Evidence | None
     judged: float | None
     next_try: float | None
+    gpus: tuple[str, ...] = ()
 
 
 class WorkerPhases(msgspec.Struct, frozen=True):

@@ -111,6 +111,7 @@ class FleetView:
             evidence=worker.evidence,
             judged=worker.judged,
             next_try=None if next_try is None else round(next_try),
+            gpus=worker.gpus,
         )
 
     def _rate(self, worker: Worker, now: float) -> float:

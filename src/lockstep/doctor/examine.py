@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 from lockstep.doctor import engines, host
 from lockstep.doctor.check import Check
+from lockstep.doctor.gpus import gpus
 from lockstep.settings import Settings
 
 CHILD_SECONDS = 180.0
@@ -22,6 +23,7 @@ def examine() -> Iterator[Check]:
     """Yield each check as soon as it is done. The slow ones take some seconds."""
     yield host.versions()
     yield host.cpu()
+    yield gpus()
     yield from _computing()
     for number, option in host.PORTS.items():
         yield host.port(number, option)

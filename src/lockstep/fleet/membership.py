@@ -150,7 +150,7 @@ class Membership:
         self._from_store.discard(worker_id)
 
     async def _join(self, record: WorkerRecord) -> None:
-        options: dict[str, Any] = {"transport": record.transport}
+        options: dict[str, Any] = {"transport": record.transport, "gpus": record.gpus}
         if record.logprob_mode is not None:
             options["logprob_mode"] = record.logprob_mode
         token = record.admin_token or self._token

@@ -171,6 +171,7 @@ class Replica:
             self._membership.tokens.get(worker.id),
             worker.options.get("transport"),
             worker.options.get("logprob_mode"),
+            worker.gpus,
         )
 
     async def _publish(self) -> None:

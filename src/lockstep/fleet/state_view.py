@@ -66,6 +66,7 @@ def worker_views(fleet: Fleet) -> list[dict[str, Any]]:
             "reason": worker.reason,
             "since": worker.since,
             "in_flight": worker.in_flight,
+            "gpus": list(worker.gpus),
             "next_try_seconds": fleet.pool.next_try(worker),
         }
         for worker in fleet.workers

@@ -70,7 +70,7 @@ class Worker:
     `held` it gets no new requests, whatever its state. `epoch` changes whenever earlier
     observations of it no longer count. `attempts` are the requests on it that can be called off.
     `sampled` counts its tokens, `evidence` is the ground of the last accept or reject, and `judged`
-    its time.
+    its time. `gpus` are those it was placed on by the command that started it.
     """
 
     id: str
@@ -97,6 +97,7 @@ class Worker:
     sampled: int = 0
     evidence: Evidence | None = None
     judged: float | None = None
+    gpus: tuple[str, ...] = ()
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 

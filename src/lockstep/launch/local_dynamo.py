@@ -16,6 +16,7 @@ from lockstep.backends.dynamo.discovery import DynamoDiscovery, wait_until_ready
 from lockstep.backends.dynamo.reachable import check_reachable, wait_until_reachable
 from lockstep.backends.dynamo.transport import DynamoTransport
 from lockstep.http.client.client import HttpClient
+from lockstep.launch.placement import Placement
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo import environment as dynamo_env
@@ -39,9 +40,9 @@ class LocalDynamo:
 
     They discover each other through a temporary directory, or through the network that `network`
     configures in Dynamo's variables, together with processes of other hosts. There, either part may
-    be missing. `host` is where the frontend listens; `arguments` are those of `lockstep worker`. A
-    process that dies is restarted, once etcd and NATS are reachable; a restarted worker is a new
-    one for Dynamo. Raises BadRequest for no process at all.
+    be missing. `host` is where the frontend listens; `arguments` are those of `lockstep worker`,
+    and `placement` has the GPUs of each. A process that dies is restarted, once etcd and NATS are
+    reachable; a restarted worker is a new one for Dynamo. Raises BadRequest for no process at all.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LocalDynamo:
         port: int = 0,
         rl_port: int = 0,
         arguments: Sequence[str] = (),
+        placement: Placement | None = None,
         drain_seconds: float = 30.0,
         on_ready: Callable[[Child], None] = lambda _: None,
     ) -> None:
@@ -75,6 +77,7 @@ class LocalDynamo:
         self._count = count
         self._python = str(python)
         self._arguments = tuple(arguments)
+        self._placement = placement
         self._drain_seconds = drain_seconds
         self._network = network
         self._host = host
@@ -207,10 +210,13 @@ class LocalDynamo:
             announces=False,
         )  # fmt: skip
 
-    def _worker_command(self, _: Child) -> Command:
+    def _worker_command(self, worker: Child) -> Command:
+        environ = self._environ
+        if self._placement is not None:
+            environ = environ | self._placement.environ(self._workers.children.index(worker))
         return Command(
             (self._python, "-m", "lockstep.cli.parent_death", str(os.getpid()),
              "worker", self._model, "--runtime", "dynamo",
              "--drain-seconds", f"{self._drain_seconds:g}", *self._arguments),
-            self._environ,
+            environ,
         )  # fmt: skip

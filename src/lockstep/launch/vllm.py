@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from lockstep.http.server.server import say_ready
 from lockstep.launch.parent_watch import PR_SET_PDEATHSIG, exit_with_parent
+from lockstep.launch.placement import Placement
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest
@@ -34,20 +35,30 @@ RESERVED = ("--host", "--port", "--model", "--weight-transfer-config")
 
 
 def vllm_servers(
-    model: str, count: int, *, python: Path, arguments: Sequence[str] = (), **options: Any
+    model: str,
+    count: int,
+    *,
+    python: Path,
+    arguments: Sequence[str] = (),
+    placement: Placement | None = None,
+    **options: Any,
 ) -> Supervisor:
     """Return a supervisor of `count` vLLM servers of `model`.
 
-    `arguments` are vLLM's own; `options` are those of Supervisor. Raises BadRequest for a count
-    below 1, or an option that Lockstep sets itself.
+    `arguments` are vLLM's own; `options` are those of Supervisor. With a `placement`, each server
+    sees its own GPUs only, also after a restart. Raises BadRequest for a count below 1, or an
+    option that Lockstep sets itself.
     """
     check_arguments(arguments)
+    names = worker_names(count)
 
     def command(child: Child) -> Command:
         launcher = (sys.executable, "-P", "-m", "lockstep.launch.vllm", str(os.getpid()))
-        return Command((*launcher, str(python), model, child.url.rpartition(":")[2], *arguments))
+        port = child.url.rpartition(":")[2]
+        environ = {} if placement is None else placement.environ(names.index(child.id))
+        return Command((*launcher, str(python), model, port, *arguments), {**os.environ, **environ})
 
-    return Supervisor(worker_names(count), command, **options)
+    return Supervisor(names, command, **options)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.http.client.client import HttpClient
+from lockstep.launch.placement import Placement
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.tokens.errors import LockstepError
 
@@ -20,11 +21,14 @@ def embedded_workers(
     *,
     admin_token: str,
     arguments: Sequence[str] = (),
+    placement: Placement | None = None,
     drain_seconds: float = 30.0,
     **options: Any,
 ) -> Supervisor:
     """Return a supervisor of `count` workers of `model`. `arguments` are added to each `lockstep
-    worker`; `options` are those of Supervisor. Raises BadRequest for a count below 1."""
+    worker`; `options` are those of Supervisor. With a `placement`, each worker sees its own GPUs
+    only, also after a restart. Raises BadRequest for a count below 1."""
+    names = worker_names(count)
     environ = {**os.environ, "LOCKSTEP_ADMIN_TOKEN": admin_token}
     for name in ("LOCKSTEP_API_KEYS", "LOCKSTEP_ADMIN_TOKEN_FILE"):
         environ.pop(name, None)
@@ -36,12 +40,10 @@ def embedded_workers(
             (sys.executable, "-P", "-m", "lockstep.cli.parent_death", str(os.getpid()),
              "worker", model, "--port", port, "--system-port", system_port,
              "--worker-id", child.id, "--drain-seconds", f"{drain_seconds:g}", *arguments),
-            environ,
+            environ if placement is None else environ | placement.environ(names.index(child.id)),
         )  # fmt: skip
 
-    return Supervisor(
-        worker_names(count), command, drain_seconds=drain_seconds, healthy=responds, **options
-    )
+    return Supervisor(names, command, drain_seconds=drain_seconds, healthy=responds, **options)
 
 
 async def responds(child: Child) -> bool:

@@ -116,6 +116,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     admin_token: str | None = None
     transport: str | None = None
     logprob_mode: str | None = None
+    gpus: tuple[str, ...] = ()
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True):

@@ -77,6 +77,7 @@ def _details(state: dict[str, Any]) -> list[str]:
             for name in ("url", "admin_url", "backend")
             if row.get(name)
         ]
+        lines += [f"  GPUs: {', '.join(row['gpus'])}"] if row.get("gpus") else []
         lines += [f"  why: {_why(row)}"] if row["reason"] else []
     lines += ["", "operations, newest first:"] if state["operations"] else []
     for each in state["operations"]:

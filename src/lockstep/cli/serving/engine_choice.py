@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,10 @@ from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 if TYPE_CHECKING:
+    from lockstep.launch.placement import Placement
     from lockstep.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,8 @@ class EngineChoice:
     """An engine, and how many workers are started with it.
 
     `urls` are of vLLM servers that run already, `vllm_args` are options of those that are started.
-    `adapters` says that adapters will come and go while they sample.
+    `adapters` says that adapters will come and go while they sample. `gpus` is the value of
+    `--gpus`; None: all visible ones.
     """
 
     engine: EngineName
@@ -32,6 +37,7 @@ class EngineChoice:
     vllm_args: tuple[str, ...] = ()
     logprob_mode: LogprobMode | None = None
     adapters: bool = False
+    gpus: str | None = None
 
 
 def worker_source(
@@ -43,7 +49,8 @@ def worker_source(
 ) -> WorkerSource:
     """The workers that were chosen; `worker_args` are options of `lockstep worker`.
 
-    Raises BadRequest for options of the other engine, and UnknownModel.
+    Raises BadRequest for options of the other engine and for GPUs that cannot hold the workers,
+    and UnknownModel.
     """
     if choice.engine == "vllm":
         return _vllm(model, choice, arguments, settings)
@@ -60,7 +67,31 @@ def worker_source(
             param="model",
         )
     require_extra("engine")
-    return EmbeddedWorkers(model, choice.count, worker_args, arguments.gateway.drain_seconds)
+    placement = _embedded_placement(config.parent, choice, worker_args)
+    return EmbeddedWorkers(
+        model, choice.count, worker_args, arguments.gateway.drain_seconds, placement
+    )
+
+
+def _embedded_placement(
+    directory: Path, choice: EngineChoice, worker_args: tuple[str, ...]
+) -> Placement | None:
+    from lockstep.launch.placement import embedded_gpus, embedded_memory, place
+
+    size = embedded_gpus(worker_args, choice.gpus)
+    if size == 0:
+        return None
+    placement = place(choice.count, size, choice.gpus)
+    if placement is not None:
+        placement.check_memory(embedded_memory(directory, worker_args))
+    elif choice.count > 1 and choice.gpus is None:
+        raise BadRequest(
+            f"{choice.count} workers need a GPU each, but this machine has no nvidia-smi to list "
+            "its GPUs: name them, as in --gpus 0-7, or give --gpus none for workers that share "
+            "what this process sees",
+            param="gpus",
+        )
+    return placement
 
 
 def _vllm(
@@ -70,6 +101,12 @@ def _vllm(
     from lockstep.launch.interpreter import VLLM, find_python
 
     if choice.urls:
+        if choice.gpus is not None:
+            raise BadRequest(
+                "--gpus is for servers that this command starts: leave out one of --gpus and "
+                "--worker",
+                param="gpus",
+            )
         return RunningVllm(
             choice.urls, settings.worker_api_key, choice.logprob_mode, choice.adapters
         )
@@ -87,4 +124,30 @@ def _vllm(
         python,
         arguments.gateway.drain_seconds,
         choice.logprob_mode or "processed",
+        _vllm_placement(choice, python),
     )
+
+
+def _vllm_placement(choice: EngineChoice, python: Path) -> Placement | None:
+    from lockstep.launch.placement import place, vllm_group_size, vllm_memory
+    from lockstep.launch.vllm import is_for_cpu
+
+    size = vllm_group_size(choice.vllm_args)
+    if size == 0 and choice.gpus not in (None, "none"):
+        raise BadRequest(
+            f"--gpus {choice.gpus} has no effect with --distributed-executor-backend ray, which "
+            "chooses the GPUs itself: leave out one of them",
+            param="gpus",
+        )
+    if size == 0 or (choice.gpus is None and is_for_cpu(str(python))):
+        return None
+    placement = place(choice.count, size, choice.gpus)
+    if placement is not None:
+        placement.check_memory(vllm_memory(choice.vllm_args))
+    elif choice.count > 1 and choice.gpus is None:
+        log.warning(
+            "%d vLLM servers see the same devices: this machine has no nvidia-smi to list its "
+            "GPUs; name them with --gpus",
+            choice.count,
+        )
+    return placement

@@ -120,8 +120,9 @@ class GatewayProcess:
                         ready.set()
                         status.stop()
                         entry = RunningGateway(
-                            url, admin_url, name, os.getpid(), token_file, _text(state.directory)
-                        )
+                            url, admin_url, name, os.getpid(), token_file, _text(state.directory),
+                            gpus=_gpus(workers),
+                        )  # fmt: skip
                         stack.enter_context(registered(entry))
                         if arguments.as_json:
                             _print_ready_json(entry, workers, state, attached)
@@ -264,6 +265,15 @@ def _with_hint(error: LockstepError, state: GatewayState) -> LockstepError:
         f"{error.message} (the fleet is brought to version {state.resumed} of an earlier run, from "
         f"{state.checkpoint or state.directory or 'its store'}: --fresh starts over)"
     )
+
+
+def _gpus(workers: WorkerRows) -> dict[str, tuple[str, ...]]:
+    """Return the GPUs of the workers that were placed, by worker id."""
+    return {
+        str(row["id"]): gpus
+        for row in workers
+        if isinstance(gpus := row.get("gpus"), tuple) and gpus
+    }
 
 
 def _text(path: Path | None) -> str | None:

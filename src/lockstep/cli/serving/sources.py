@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,8 @@ from lockstep.tokens.errors import Unavailable
 
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
+    from lockstep.launch.placement import Placement
+    from lockstep.launch.supervisor import Child
 
 log = logging.getLogger(__name__)
 WorkerRows = list[dict[str, object]]
@@ -50,6 +52,7 @@ class EmbeddedWorkers:
     count: int
     arguments: tuple[str, ...]
     drain_seconds: float
+    placement: Placement | None = None
     starts_workers = True
 
     async def identity(self) -> ModelIdentity:
@@ -60,7 +63,6 @@ class EmbeddedWorkers:
     async def joined(self, fleet: Fleet, token: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """Workers and fleet run while the block runs."""
         from lockstep.backends.lockstep.admin import LockstepAdmin
-        from lockstep.launch.supervisor import Child
         from lockstep.launch.workers import embedded_workers
 
         pool = fleet.pool
@@ -78,6 +80,7 @@ class EmbeddedWorkers:
             self.count,
             admin_token=token,
             arguments=self.arguments,
+            placement=self.placement,
             on_ready=count_up,
             on_restart=restarted,
             drain_seconds=self.drain_seconds,
@@ -85,14 +88,26 @@ class EmbeddedWorkers:
         show(f"Starting {self.model}: 0 of {self.count} workers are ready")
         async with children, pool, fleet:  # in this order, or the pool would see its workers die
             await children.ready()
+            gpus = gpus_of_workers(self.placement, children.children)
             for child in children.children:
                 admin = LockstepAdmin(child.system_url, token)
-                await fleet.add(child.url, admin, worker_id=child.id)
+                await fleet.add(child.url, admin, worker_id=child.id, gpus=gpus[child.id])
             await pool.wait_ready(self.count, READY_SECONDS)
             yield [
-                {"id": one.id, "url": one.url, "system_url": one.system_url, "pid": one.pid}
+                {"id": one.id, "url": one.url, "system_url": one.system_url, "pid": one.pid,
+                 "gpus": gpus[one.id]}
                 for one in children.children
-            ]
+            ]  # fmt: skip
+
+
+def gpus_of_workers(
+    placement: Placement | None, children: Sequence[Child]
+) -> dict[str, tuple[str, ...]]:
+    """Return the GPUs of each worker by its id; none where workers were not placed."""
+    return {
+        child.id: () if placement is None else placement.ids(index)
+        for index, child in enumerate(children)
+    }
 
 
 @dataclass(frozen=True, slots=True)

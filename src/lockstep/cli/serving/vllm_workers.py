@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.serving.model_identity import ModelIdentity, served_model
-from lockstep.cli.serving.sources import ShowStatus, WorkerRows
+from lockstep.cli.serving.sources import ShowStatus, WorkerRows, gpus_of_workers
 from lockstep.tokens import LogprobMode
 
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
+    from lockstep.launch.placement import Placement
+    from lockstep.launch.supervisor import Child
 
 READY_SECONDS = 60.0
 
@@ -28,6 +30,7 @@ class VllmWorkers:
     python: Path
     drain_seconds: float
     logprob_mode: LogprobMode
+    placement: Placement | None = None
     starts_workers = True
 
     async def identity(self) -> ModelIdentity:
@@ -38,7 +41,6 @@ class VllmWorkers:
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """Servers and fleet run while the block runs."""
         from lockstep.backends.registry import open_admin
-        from lockstep.launch.supervisor import Child
         from lockstep.launch.vllm import vllm_servers
 
         pool = fleet.pool
@@ -52,6 +54,7 @@ class VllmWorkers:
             self.count,
             python=self.python,
             arguments=("--logprobs-mode", f"{self.logprob_mode}_logprobs", *self.arguments),
+            placement=self.placement,
             on_ready=count_up,
             on_restart=lambda child: pool.eject(child.id, "it was restarted"),
             drain_seconds=self.drain_seconds,
@@ -59,16 +62,19 @@ class VllmWorkers:
         show(f"Starting vLLM with {self.model}: this takes about a minute")
         async with servers, pool, fleet:
             await servers.ready()
+            gpus = gpus_of_workers(self.placement, servers.children)
             for child in servers.children:
                 admin = await open_admin(child.url, backend="vllm")
                 await fleet.add(
-                    child.url, admin, worker_id=child.id, logprob_mode=self.logprob_mode
-                )
+                    child.url, admin, worker_id=child.id, logprob_mode=self.logprob_mode,
+                    gpus=gpus[child.id],
+                )  # fmt: skip
             await pool.wait_ready(self.count, READY_SECONDS)
             yield [
-                {"id": one.id, "url": one.url, "system_url": one.url, "pid": one.pid}
+                {"id": one.id, "url": one.url, "system_url": one.url, "pid": one.pid,
+                 "gpus": gpus[one.id]}
                 for one in servers.children
-            ]
+            ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,15 +60,16 @@ export class FleetView {
 
   newRow(id) {
     const cell = (kind, tag = "span") => make(tag, { class: kind });
-    const row = { name: cell("id"), chip: cell("chip"), strip: cell("strip"), version: cell("version mono"), flight: cell("flight num"), rate: cell("rate"), proof: cell("proof"), reason: cell("reason") };
-    row.root = make("div", { class: "lane", "data-worker": id }, make("span", { class: "chips" }, row.name, row.chip), row.strip, row.version, row.flight, row.rate, row.proof, row.reason);
-    row.name.textContent = id; row.name.title = id;
+    const row = { name: cell("id"), gpus: cell("muted small gpus"), chip: cell("chip"), strip: cell("strip"), version: cell("version mono"), flight: cell("flight num"), rate: cell("rate"), proof: cell("proof"), reason: cell("reason") };
+    row.root = make("div", { class: "lane", "data-worker": id }, make("span", { class: "chips" }, row.name, row.gpus, row.chip), row.strip, row.version, row.flight, row.rate, row.proof, row.reason);
+    row.name.textContent = id;
     this.lanes.append(row.root);
     return row;
   }
 
   fill(row, worker) {
     const text = (node, value) => { if (node.textContent !== value) node.textContent = value; };
+    text(row.gpus, worker.gpus.length ? `GPU ${worker.gpus.join(", ")}` : ""); row.name.title = worker.gpus.length ? `${worker.id} on GPU ${worker.gpus.join(", ")}` : worker.id;
     text(row.chip, worker.state); row.chip.className = `chip ${TONES[worker.state] ?? ""}`; row.chip.title = `for ${seconds(state.at - worker.since)}${worker.backend ? `, ${worker.backend}` : ""}`;
     text(row.version, worker.version ?? "–"); row.version.title = worker.version ?? "";
     text(row.flight, count(worker.in_flight));

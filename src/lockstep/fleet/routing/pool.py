@@ -122,13 +122,14 @@ class Pool:
         api_key: str | None = None,
         logprob_mode: LogprobMode | None = None,
         admin: Admin | None = None,
+        gpus: Sequence[str] = (),
     ) -> Worker:
         """Add a worker. Its id defaults to its host and port.
 
         A worker that cannot be reached is added as down, and serves once it can. `transport` is
         detected by default. `logprob_mode` is needed for servers that do not report it. A worker
-        with an `admin` serves once it passed the gate. Raises Conflict when the id exists and
-        BadRequest for an invalid URL.
+        with an `admin` serves once it passed the gate. `gpus` are those it was placed on, for the
+        state page. Raises Conflict when the id exists and BadRequest for an invalid URL.
         """
         api_key = api_key or self._worker_api_key
         parts = urlsplit(url)
@@ -141,6 +142,7 @@ class Pool:
             {"transport": transport, "api_key": api_key, "logprob_mode": logprob_mode},
             admin,
             self.accepted,
+            gpus=tuple(gpus),
         )
         await self._health.add(worker)
         return worker
