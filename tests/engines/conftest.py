@@ -24,7 +24,7 @@ def _server_of(item: pytest.Item) -> str:
     """The server of `vllm_slot` that a test uses; empty for none."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     names = {*getattr(item, "fixturenames", ()), parameters.get("server", "")}
-    return next((kind for kind in ("dense", "moe") if kind in names), "")
+    return next((kind for kind in ("dense-bf16", "dense", "moe") if kind in names), "")
 
 
 @pytest.fixture(scope="session")
@@ -48,5 +48,5 @@ def moe(vllm_slot: Slot) -> Vllm:
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, vllm_slot: Slot) -> Vllm:
-    """The vLLM server that a test names as its parameter: dense or moe."""
+    """The vLLM server that a test names as its parameter: dense, dense-bf16 or moe."""
     return vllm_slot.use(request.param)

@@ -38,19 +38,28 @@ def after_a_step(server: Vllm, scale: float) -> Path:
 
 
 @asynccontextmanager
-async def fleet_of(server: Vllm) -> AsyncIterator[tuple[Fleet, VllmAdmin]]:
-    """A fleet of this server, which holds the first checkpoint."""
+async def fleet_of(
+    server: Vllm, *, read_back: bool = True, **options: Any
+) -> AsyncIterator[tuple[Fleet, VllmAdmin]]:
+    """A fleet of this server, which holds the first checkpoint. Without `read_back`, it is proved
+    as a server whose extension cannot read weights back."""
     async with server.admin() as admin:
         await updated(server, admin, server.a, "first")
     admin = VllmAdmin(server.url)
     await admin.detect()
+    if not read_back:
+        admin.read_back = cannot_read_back  # type: ignore[method-assign]
     async with (
         Pool(probe_seconds=0.5) as pool,
-        Fleet(pool) as fleet,
+        Fleet(pool, **options) as fleet,
     ):
         await fleet.add(server.url, admin, worker_id="v0")
         await until(lambda: any(one.state == "serving" for one in pool.workers), 60)
         yield fleet, admin
+
+
+async def cannot_read_back(**_: Any) -> None:
+    return None
 
 
 async def evidence(fleet: Fleet) -> Any:
@@ -64,19 +73,25 @@ async def check_right(server: Vllm) -> None:
         await fleet.update_weights(str(after_a_step(server, 0.03)), version="right")
         record = await evidence(fleet)
         print(f"right weights: {record}")
-        assert (record.decided_by, record.digest) == ("scores", "match")
+        assert (record.decided_by, record.digest, record.held) == ("held", "match", "match")
+        assert record.elements >= sum(t.numel() for t in load_file(server.a / WEIGHTS).values())
         assert (await admin.contents()).dtype == "float32"
 
 
-async def check_caught(server: Vllm, fault: Fault) -> None:
+async def check_caught(server: Vllm, fault: Fault, *, read_back: bool) -> None:
     step = after_a_step(server, 0.03)
-    async with fleet_of(server) as (fleet, _):
+    words, decided_by, held = (
+        ("it computes with other weights than it was given", "held", "mismatch")
+        if read_back
+        else ("its logprobs are off by", "scores", "unknown")
+    )
+    async with fleet_of(server, read_back=read_back) as (fleet, _):
         await server.rpc("faulty_tensors", fault=fault, old=str(server.a / WEIGHTS))
-        with pytest.raises(LockstepError, match="its logprobs are off by"):
+        with pytest.raises(LockstepError, match=words):
             await fleet.update_weights(str(step), version=fault.replace(" ", "-"))
         record = await evidence(fleet)
         print(f"{fault}: {record}")
-        assert (record.decided_by, record.digest) == ("scores", "match")
+        assert (record.decided_by, record.digest, record.held) == (decided_by, "match", held)
         assert fleet.desired.version == "first"
 
 
@@ -87,10 +102,10 @@ async def test_the_right_weights_are_proved_without_a_number(dense: Vllm) -> Non
 
 @pytest.mark.failure_mode("F48")
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_server_that_computes_with_other_weights_is_caught(
+async def test_a_server_that_computes_with_other_weights_is_caught_by_its_logprobs(
     dense: Vllm, fault: Fault
 ) -> None:
-    await check_caught(dense, fault)
+    await check_caught(dense, fault, read_back=False)
 
 
 @pytest.mark.failure_mode("F48")
@@ -118,4 +133,4 @@ async def test_the_right_experts_are_proved_without_a_number(moe: Vllm) -> None:
 @pytest.mark.failure_mode("F48")
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_server_that_computes_with_other_experts_is_caught(moe: Vllm, fault: Fault) -> None:
-    await check_caught(moe, fault)
+    await check_caught(moe, fault, read_back=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,10 +27,14 @@ from tests.engines import vllm_models as models
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm/bin/python"
 START_SECONDS = 240.0
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
+"""Linux on x86-64: the system call by which a process asks for AMX tiles."""
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj",
         "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # fmt: skip
 """Not lm_head: with it, vLLM dies of prompt logprobs in a batch with other requests."""
-OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
+OPTIONS = ("--max-model-len", "1024", "--max-num-seqs", "16")
+DTYPES = {"dense": "float32", "dense-bf16": "bfloat16", "moe": "float32"}
+"""The type in which each kind of server computes."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Vllm:
     """For what a test writes."""
     probes: dict[Path, Probe]
     """What the trainer's model says, by checkpoint."""
+    dtype: str
 
     @asynccontextmanager
     async def admin(self) -> AsyncIterator[VllmAdmin]:
@@ -113,6 +119,10 @@ class Slot:
         self.stop()
         if not PYTHON.exists():
             pytest.skip(f"{PYTHON} is not there: run scripts/install-vllm.sh")
+        if kind == "dense-bf16" and forbids_amx():
+            pytest.skip(
+                "vLLM crashes in bfloat16: this CPU lists AMX, and its hypervisor forbids it"
+            )
         self._kind, folder = kind, Path(mkdtemp(prefix=kind, dir=self._folder))
         first = models.random(_source(kind, folder), folder / "a", seed=1)
         second = models.random(first, folder / "b", seed=2)
@@ -120,11 +130,12 @@ class Slot:
         with listen("127.0.0.1", 0) as sock:
             url = url_of(sock)
         options = (
-            *OPTIONS, "--served-model-name", "model",
+            *OPTIONS, "--dtype", DTYPES[kind], "--served-model-name", "model",
             "--worker-extension-cls", "tests.engines.vllm_faults.FaultyWorker",
-            *(LORA if kind == "dense" else ()),
+            *(LORA if kind != "moe" else ()),
         )  # fmt: skip
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        # `src` first: an environment shared by several working trees has one of them installed.
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
         port = url.rpartition(":")[2]
         with (folder / "log.txt").open("w") as log:
             self._server = VllmServer(
@@ -134,7 +145,7 @@ class Slot:
             code = self._server.stop()
             log_tail = (folder / "log.txt").read_text()[-4000:]
             pytest.fail(f"vLLM ended (code {code}) or needs over {START_SECONDS:g} s: {log_tail}")
-        self._vllm = Vllm(url, first, second, folder, probes)
+        self._vllm = Vllm(url, first, second, folder, probes, DTYPES[kind])
         return self._vllm
 
     def stop(self) -> None:
@@ -145,6 +156,14 @@ class Slot:
 
 def _source(kind: str, folder: Path) -> Path:
     """Where names and shapes come from: a model with tied embeddings, or experts and a head."""
-    source = bundled("tiny" if kind == "dense" else "tiny-moe")
+    source = bundled("tiny-moe" if kind == "moe" else "tiny")
     assert source is not None
-    return source if kind == "dense" else models.untied(source, folder / "source", seed=3)
+    return models.untied(source, folder / "source", seed=3) if kind == "moe" else source
+
+
+def forbids_amx() -> bool:
+    """Whether this CPU lists AMX tiles but a process may not use them."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists() or "amx_tile" not in path.read_text():
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) != 0

@@ -9,6 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from lockstep.backends.registry import AdminName
 from lockstep.checkpoint.sources import check_one_source
+from lockstep.protocol.control.read_back import ReadBack
 from lockstep.protocol.control.worker import TensorSpec
 from lockstep.tokens.operation import PauseMode
 
@@ -20,6 +21,8 @@ __all__ = [
     "Fenced",
     "PauseMode",
     "ProbesStaged",
+    "ReadBack",
+    "ReadsBack",
     "Source",
     "StagedScores",
     "TellsContents",
@@ -95,12 +98,15 @@ class WeightContents:
 
     `digest` identifies them as a checkpoint's digest does, `tensors` has the digest of each;
     `dtype` is the type it computes in, `proof` identifies them as a probe of staged weights does.
+    `in_memory` says that the digest is of the memory that the worker computes with; otherwise it is
+    of the tensors that were read, whatever the engine made of them.
     """
 
     digest: str | None = None
     dtype: str | None = None
     proof: str | None = None
     tensors: Mapping[str, str] = field(default_factory=dict)
+    in_memory: bool = False
 
 
 class Admin(Protocol):
@@ -230,4 +236,18 @@ class TellsContents(Protocol):
     async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
         """Return what was read for the live or the staged weights; `tensors` adds the digest of
         each."""
+        ...
+
+
+@runtime_checkable
+class ReadsBack(Protocol):
+    """A driver whose worker can compare the weights it computes with to those it was given."""
+
+    async def read_back(
+        self, *, adapter: str | None = None, path: Path | None = None
+    ) -> ReadBack | None:
+        """Return the comparison for the live weights, or for an adapter loaded from `path`.
+
+        Returns None where the worker cannot read its weights back.
+        """
         ...

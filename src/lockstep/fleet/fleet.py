@@ -25,7 +25,7 @@ from lockstep.storage.protocols import ControlStore, Leadership
 from lockstep.storage.sqlite.control import SqliteControlStore
 from lockstep.storage.sqlite.leadership import AlwaysLeader
 from lockstep.tokens.errors import BadRequest
-from lockstep.tokens.operation import Operation
+from lockstep.tokens.operation import Operation, RequiredProof
 from lockstep.tokens.versions import check_adapter_name, check_label, check_worker_id
 
 LEASE_SECONDS = 600.0
@@ -54,9 +54,12 @@ class Fleet:
         lease_seconds: float = LEASE_SECONDS,
         model_dir: Path | None = None,
         fresh: bool = False,
+        require_proof: RequiredProof = "any",
     ) -> None:
         """`model_dir` holds the weights that the workers start with, where that is known. With
-        `fresh`, the desired state and the workers of a shared store are dropped at the start.
+        `fresh`, the desired state and the workers of a shared store are dropped at the start. With
+        `require_proof="held"`, a worker serves only if it shows that the weights it computes with
+        are the checkpoint's.
 
         With a shared `leadership`, this is one of several gateways on `store`: it changes the fleet
         while it leads, and follows the leader otherwise. `token` is the workers' admin token.
@@ -67,9 +70,10 @@ class Fleet:
             leadership or AlwaysLeader(),
             roots=roots,
             budget=budget,
+            require_proof=require_proof,
         )
         self.pool, self.operations, self.leadership = pool, state.operations, state.leadership
-        self._weights = WeightReader(state.roots, model_dir)
+        self._weights = WeightReader(state.roots, model_dir, require_proof)
         self._adapters = AdapterChanges(state)
         self._pauses = Pauses(state, lease_seconds)
         self._gate = WorkerGate(state)

@@ -36,7 +36,9 @@ class WorkerGate:
             try:
                 async with asyncio.timeout(state.budget.stage + state.budget.prove):
                     await self._check_generation(worker)
-                    reached = await bring_up(worker, state.desired, self._adopt)
+                    reached = await bring_up(
+                        worker, state.desired, self._adopt, state.require_proof
+                    )
             except TimeoutError:
                 error = Unavailable("it took too long to be brought up")
             except LockstepError as raised:

@@ -14,6 +14,7 @@ from lockstep.fleet.worker import Worker
 from lockstep.storage.desired_state import Desired
 from lockstep.storage.protocols import ControlStore, Leadership
 from lockstep.tokens.errors import NotFound, Unavailable
+from lockstep.tokens.operation import RequiredProof
 
 
 class FleetState:
@@ -34,7 +35,9 @@ class FleetState:
         *,
         roots: Sequence[Path] = (),
         budget: PhaseBudgets | None = None,
+        require_proof: RequiredProof = "any",
     ) -> None:
+        self.require_proof: RequiredProof = require_proof
         self.pool = pool
         self.store = store
         self.leadership = leadership

@@ -9,19 +9,27 @@ OperationStatus = Literal["running", "done", "failed", "lost"]
 PauseMode = Literal["abort", "wait", "keep"]
 """Effect of a pause on running requests: abort them, wait for them, or keep them for later."""
 
+RequiredProof = Literal["any", "held"]
+"""Least evidence of a worker: `held`: that the weights it computes with are the checkpoint's."""
+
 
 @dataclass(slots=True)
 class Evidence:
     """Evidence for accepting or rejecting a worker: the differences of its logprobs and the bound.
 
-    `digest` says whether the worker reports exactly the checkpoint's contents.
+    `digest` says whether the worker reports exactly the checkpoint's contents. `held` says whether
+    the weights that it computes with, read back, equal those contents (`partial`: some tensors
+    could not be read back), and `elements` how many were compared. `scope` states what is proved.
     """
 
-    decided_by: Literal["bits", "scores", "digest", "majority"] | None = None
+    decided_by: Literal["held", "bits", "scores", "digest", "majority"] | None = None
     max_difference: float | None = None
     mean_difference: float | None = None
     bound: float | None = None
     digest: Literal["match", "mismatch", "unknown"] = "unknown"
+    held: Literal["match", "mismatch", "partial", "unknown"] = "unknown"
+    elements: int | None = None
+    scope: str | None = None
 
 
 @dataclass(slots=True)

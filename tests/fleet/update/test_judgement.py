@@ -19,9 +19,16 @@ from lockstep.engine.core import Core
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.probe import remember, write_probe
 from lockstep.engine.weights.weights import Weights
-from lockstep.fleet.update.judgement import UNKNOWN, Judgement, Witness, judge
+from lockstep.fleet.update.judgement import (
+    UNKNOWN,
+    Judgement,
+    Witness,
+    check_requirement,
+    judge,
+)
 from lockstep.fleet.update.proof import reference_of
 from lockstep.models import bundled
+from lockstep.protocol.control.read_back import Difference, ReadBack, merge_ranks
 from lockstep.storage.desired_state import Closeness, Reference
 from tests.engine import checkpoints
 from tests.fleet.weight_faults import FAULTS, Fault, Tensors, replaced, stepped
@@ -32,6 +39,10 @@ STEP, LARGE_STEP = 0.03, 0.1
 between a trainer in float32 and a worker in bfloat16: only contents tell it."""
 PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"))
 """Types of a trainer and of a worker that is not exact."""
+
+IN_MEMORY: Any = {"contents": "match", "in_memory": True}
+"""The digest of a worker that hashes the memory it computes with, as Lockstep's engine does."""
+HELD = ReadBack({"a": (6, 0), "b": (4, 0)})
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,7 @@ def test_the_right_weights_are_accepted_by_their_scores_alone(
     # Also with its digest, when nothing is known of how it followed before.
     alone = msgspec.structs.replace(trial.reference, previous=None)
     witness = Witness(before=trial.before, dtype=worker)
-    assert judge(trial.scores({}), alone, replace(witness, contents="match")).error is None
+    assert judge(trial.scores({}), alone, replace(witness, **IN_MEMORY)).error is None
 
 
 @pytest.mark.failure_mode("F48")
@@ -157,9 +168,12 @@ def test_a_step_within_the_noise_is_accepted_only_by_its_digest(
     directory: Path,
 ) -> None:
     trial = case("tiny", "float32", "bfloat16", directory, 1e-4)
-    verdict = trial.judged(trial.scores({}), contents="match")
+    verdict = trial.judged(trial.scores({}), **IN_MEMORY)
     assert verdict.error is None
     assert verdict.evidence.decided_by == "digest"
+    only_read = trial.judged(trial.scores({}), contents="match")
+    assert only_read.error is not None
+    assert "its digest is of what it read, and it cannot read" in only_read.error.message
     unknown = trial.judged(trial.scores({}))
     assert unknown.error is not None
     assert "nothing tells the new weights from the old" in unknown.error.message
@@ -200,7 +214,7 @@ def test_bits_decide_only_where_they_tell_new_from_old() -> None:
     stale = judge(rows, reference, Witness(before=rows))
     assert stale.error is not None
     assert "nothing tells" in stale.error.message
-    digest = judge(rows, reference, Witness("match", before=rows))
+    digest = judge(rows, reference, Witness(before=rows, **IN_MEMORY))
     assert (digest.error, digest.evidence.decided_by) == (None, "digest")
     assert judge(rows, reference, Witness(before=rows, same=True)).error is None
     assert judge(moved, reference, Witness("match")).error is not None
@@ -236,3 +250,72 @@ def test_noise_under_the_version_before_does_not_excuse_wrong_scores() -> None:
     assert verdict.evidence.bound == UNKNOWN["bfloat16"].top
     seen = Witness("match", before=other, earlier=Closeness(0.02, 0.1), dtype="bfloat16")
     assert judge((new,), reference, seen).evidence.bound != UNKNOWN["bfloat16"].top
+
+
+@pytest.mark.failure_mode("F49")
+def test_held_weights_decide_however_small_the_step() -> None:
+    rows, reference = flat([-1.0] * 100, dtype="bfloat16", previous=((-1.0001,) * 100,))
+    right = judge(rows, reference, Witness("match", HELD, before=rows, dtype="bfloat16"))
+    assert (right.error, right.evidence.decided_by, right.evidence.held) == (None, "held", "match")
+    assert right.evidence.scope == "held weights: 10 elements read back, all as given"
+    stale = msgspec.structs.replace(
+        HELD, tensors={"a": (6, 0), "b": (4, 1)}, first=Difference("b", (1, 0), 0.5, 0.25)
+    )
+    wrong = judge(rows, reference, Witness("match", stale, before=rows, dtype="bfloat16"))
+    assert (wrong.evidence.decided_by, wrong.evidence.held) == ("held", "mismatch")
+    assert wrong.error is not None
+    assert wrong.error.message == (
+        "it computes with other weights than it was given: 1 of 10 elements differ from the "
+        "checkpoint, in tensor 'b'; the first: b[1, 0] is 0.5, expected 0.25"
+    )
+
+
+@pytest.mark.failure_mode("F49")
+def test_scores_inside_the_noise_are_refused_unless_all_is_read_back() -> None:
+    rows, reference = flat([-1.0] * 100, dtype="bfloat16", previous=((-1.0001,) * 100,))
+    part = msgspec.structs.replace(HELD, unread={"c": "quantised: Fp8LinearMethod"})
+    for held, gap in (
+        (None, "its digest is of what it read, and it cannot read its weights back"),
+        (part, "not read back: tensor 'c' (quantised: Fp8LinearMethod)"),
+    ):
+        witness = Witness("match", held, before=rows, dtype="bfloat16")
+        verdict = judge(rows, reference, witness)
+        assert verdict.error is not None
+        assert gap in verdict.error.message
+        refused = check_requirement("held", witness)
+        assert refused is not None
+        assert f"--require-proof held is set, and this worker shows less: {gap}" in refused.message
+        assert "behaviour only, noise 0.001: smaller updates are not proved" in str(
+            verdict.evidence.scope
+        )
+    for shown in (Witness("match", HELD), Witness(**IN_MEMORY)):
+        assert check_requirement("held", shown) is None
+
+
+@pytest.mark.failure_mode("F48")
+def test_the_bound_follows_from_the_noise_and_not_from_the_step() -> None:
+    """Stale norms, as measured in float32: 0.0743 off after a step of 3.8, with noise of 8.6e-6."""
+    rng = np.random.default_rng(2)
+    new = -rng.exponential(6.0, 1000)
+    old = tuple(new - 3.78)
+    _, reference = flat(tuple(new), previous=(old,), dtype="float32")
+    before = (tuple(np.array(old) + 8.6e-6),)
+    off = np.zeros(1000)
+    off[7] = 0.0743
+    stale = judge((tuple(new + off),), reference, Witness(before=before, dtype="float32"))
+    assert stale.error is not None
+    assert stale.evidence.bound == pytest.approx(1e-4)
+    right = judge((tuple(new + 8.6e-6),), reference, Witness(before=before, dtype="float32"))
+    assert right.error is None
+
+
+def test_ranks_together_must_read_every_tensor() -> None:
+    first = ReadBack({"a": (4, 0)}, absent=("layer 1",), seconds=0.1)
+    second = ReadBack({"a": (4, 2), "layer 1": (8, 0)}, Difference("a", (0,), 1, 2), seconds=0.3)
+    both = merge_ranks([first, second])
+    assert (both.tensors, both.first) == ({"a": (8, 2), "layer 1": (8, 0)}, second.first)
+    assert (both.is_complete, both.seconds) == (True, 0.3)
+    alone = merge_ranks([first])
+    assert alone.unread == {"layer 1": "no rank holds it"}
+    assert not alone.is_complete
+    assert not ReadBack().is_complete

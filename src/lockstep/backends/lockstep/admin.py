@@ -194,7 +194,9 @@ class LockstepAdmin(HttpAdmin):
         body = control.WeightsDigest(staged=staged, tensors=tensors)
         response = await self._engine("weights_digest", body, self._budgets.quick, idempotent=True)
         contents = self._client.convert(_Contents, response, "weights_digest")
-        return WeightContents(contents.digest, contents.dtype, contents.proof, contents.tensors)
+        return WeightContents(
+            contents.digest, contents.dtype, contents.proof, contents.tensors, in_memory=True
+        )
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
         body = join_body(broadcaster, **self.fencing)

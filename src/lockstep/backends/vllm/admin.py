@@ -24,6 +24,7 @@ from lockstep.backends.vllm.adapter_calls import AdapterCalls
 from lockstep.backends.vllm.collective_rpc import ExtensionClient, ExtensionView, collective_rpc
 from lockstep.backends.vllm.transport import VllmTransport
 from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.control.read_back import ReadBack
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import (
     BadLogprob,
@@ -163,6 +164,13 @@ class VllmAdmin(HttpAdmin):
         if self._extension_view is None or not self._extension_view.digests:
             return WeightContents()
         return await self._extension.contents(staged=staged, tensors=tensors)
+
+    async def read_back(
+        self, *, adapter: str | None = None, path: Path | None = None
+    ) -> ReadBack | None:
+        if self._extension_view is None or not self._extension_view.reads_back:
+            return None
+        return await self._extension.read_back(adapter, path)
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
         if self._extension_view is not None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from lockstep.backends.admin import Broadcaster, Source, WeightContents
 from lockstep.backends.admin_client import AdminClient, CallBudget, CallBudgets, name_worker
 from lockstep.backends.lockstep.admin import join_body, stage_body
 from lockstep.protocol.common.decode_error import error_of
+from lockstep.protocol.control.read_back import ReadBack, merge_ranks
 from lockstep.tokens.errors import (
     Conflict,
     ContractError,
@@ -25,11 +27,12 @@ from lockstep.tokens.errors import (
 
 VIEW = "lockstep_view"
 """No arguments. Returns {"version": str | null, "staged": str | null, "probes": bool, "digests":
-bool, "generation": int, "gateway": str | null}; `probes` says whether the extension has PROBE,
-`digests` whether it has DIGEST. STAGE, COMMIT, ROLLBACK and JOIN take keyword arguments
-`generation` (int) and `gateway` (str): a number below the highest one obeyed so far, or the same
-number of another gateway, is rejected as `superseded`. Every method returns the same on every rank,
-or {"error": {...}} with the fields of protocol.common.error_body where it failed."""
+bool, "reads_back": bool, "generation": int, "gateway": str | null}; `probes` says whether the
+extension has PROBE, `digests` whether it has DIGEST, `reads_back` whether it has READ_BACK. STAGE,
+COMMIT, ROLLBACK and JOIN take keyword arguments `generation` (int) and `gateway` (str): a number
+below the highest one obeyed so far, or the same number of another gateway, is rejected as
+`superseded`. Every method but READ_BACK returns the same on every rank. A method that failed
+returns {"error": {...}} with the fields of protocol.common.error_body."""
 STAGE = "lockstep_stage"
 """Keyword arguments: the fields of protocol.control.worker.Stage. Returns {"staged": version} once
 they are in memory and {"staged": null} until then, when it is to be called again: a call that
@@ -48,6 +51,10 @@ DIGEST = "lockstep_digest"
 """Keyword arguments `staged` and `tensors` (both bool). Returns {"digest": str | null, "dtype":
 str} of what was read when the live or staged weights were loaded, and "tensors" with the digest of
 each."""
+READ_BACK = "lockstep_read_back"
+"""Keyword arguments `adapter` and `path`: null for the weights, or the name of an adapter and its
+directory. Returns the fields of protocol.control.read_back.ReadBack, of this rank: the weights that
+the engine computes with, compared with the tensors it was given. Call it between two batches."""
 JOIN = "lockstep_join_group"
 """Keyword arguments: the fields of protocol.control.worker.JoinGroup; `rank` is that of the
 server's first rank, the others follow. Returns {"group_name": str}."""
@@ -65,6 +72,7 @@ class ExtensionView(msgspec.Struct, frozen=True):
     staged: str | None
     probes: bool = False
     digests: bool = False
+    reads_back: bool = False
     generation: int = 0
     gateway: str | None = None
 
@@ -214,6 +222,14 @@ class ExtensionClient:
         response = await self._call(DIGEST, kwargs, self._budgets.quick, idempotent=True)
         contents = self._client.convert(_Contents, response, DIGEST)
         return WeightContents(contents.digest, contents.dtype, None, contents.tensors)
+
+    async def read_back(self, adapter: str | None, path: Path | None) -> ReadBack:
+        """Return the comparison of held weights of all ranks, for the weights or an adapter."""
+        kwargs = {"adapter": adapter, "path": str(path or "")}
+        results = await self._each(READ_BACK, kwargs, self._budgets.load, idempotent=True)
+        return merge_ranks(
+            [self._client.convert(ReadBack, result, READ_BACK) for result in results]
+        )
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
         kwargs = msgspec.to_builtins(join_body(broadcaster, **self._fencing()))

@@ -103,6 +103,8 @@ def _proof(result: dict[str, Any]) -> str:
     if evidence["bound"] is not None:
         facts.append(f"allowed {evidence['bound']:.3g}")
     facts.append(f"digest {evidence['digest']}")
+    if evidence.get("scope"):
+        facts.append(evidence["scope"])
     return f"{error} ({', '.join(facts)})"
 
 

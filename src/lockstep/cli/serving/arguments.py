@@ -17,6 +17,7 @@ from lockstep.http.server.limits import LIMITS, parse_limits
 from lockstep.http.tls import ListenerTls
 from lockstep.protocol.json.strict import LIMITS as REQUEST_LIMITS
 from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.operation import RequiredProof
 
 if TYPE_CHECKING:
     from lockstep.settings import Settings
@@ -64,6 +65,13 @@ class GatewayArguments:
     checkpoint_root: Annotated[
         tuple[Path, ...], Flag("Directory that weights may be loaded from; may be repeated.")
     ] = ()
+    require_proof: Annotated[
+        RequiredProof,
+        Flag(
+            "Least evidence of a worker's weights: any (logprobs suffice), or held (the weights it "
+            "computes with, read back, equal the checkpoint's)."
+        ),
+    ] = "any"
     gateways: Annotated[
         int,
         _listen_flag(

@@ -104,6 +104,7 @@ class GatewayProcess:
                 budget=arguments.budgets(),
                 model_dir=self.model_dir,
                 fresh=arguments.fresh,
+                require_proof=arguments.require_proof,
             )
             options = replace(arguments.options(settings, store), admin_token=token)
             try:

@@ -93,9 +93,9 @@ export function tile(name, value, note, spark = null, tone = "") {
 
 function proof(evidence, at) {
   if (!evidence) return [make("span", { class: "muted" }, "not proved by this gateway")];
-  const by = { bits: "bit for bit", scores: "by logprobs", digest: "by digest", majority: "by majority" }[evidence.decided_by] ?? "undecided";
+  const by = { held: "weights read back", bits: "bit for bit", scores: "by logprobs", digest: "by digest", majority: "by majority" }[evidence.decided_by] ?? "undecided";
   const delta = evidence.max_difference === null ? "" : evidence.max_difference === 0 ? "max |Δ| 0" : `max |Δ| ${digits(+evidence.max_difference.toPrecision(2))}`;
-  return [make("span", { title: `digest ${evidence.digest}${evidence.bound === null ? "" : `, allowed ${evidence.bound}`}` }, delta || by), make("br"), make("span", { class: "muted small" }, [delta ? by : "", at ? ago(at) : ""].filter(Boolean).join(" · "))];
+  return [make("span", { title: `${evidence.scope ? `${evidence.scope}; ` : ""}digest ${evidence.digest}${evidence.bound === null ? "" : `, allowed ${evidence.bound}`}` }, delta || by), make("br"), make("span", { class: "muted small" }, [delta ? by : "", at ? ago(at) : ""].filter(Boolean).join(" · "))];
 }
 
 /* The states of a worker over the last minutes, and the updates that it went through. */

@@ -15,11 +15,17 @@ from lockstep.checkpoint.validate import resolve
 from lockstep.fleet.fan_out import Failures, quarantine_failed, run_phase
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.state import FleetState
-from lockstep.fleet.update.judgement import Witness, judge
+from lockstep.fleet.update.judgement import (
+    Witness,
+    check_requirement,
+    describe_other_weights,
+    judge,
+)
 from lockstep.fleet.update.proof import (
     BUILTIN,
     CLOSE,
     Scores,
+    collect_adapter_scores,
     collect_scores,
     differs,
     majority,
@@ -28,7 +34,7 @@ from lockstep.fleet.update.proof import (
 from lockstep.fleet.update.transaction import is_lost
 from lockstep.fleet.worker import Worker
 from lockstep.storage.desired_state import AdapterSpec, Reference
-from lockstep.tokens.errors import Conflict, LockstepError, NotFound, UpdateFailed
+from lockstep.tokens.errors import Conflict, Disproved, LockstepError, NotFound, UpdateFailed
 from lockstep.tokens.operation import Operation
 
 
@@ -76,25 +82,33 @@ class AdapterChanges:
                 param=first.param,
             )
         label = Counter(labels[worker] for worker in loaded).most_common(1)[0][0]
-        scores, wrong = await collect_scores(
-            "prove", loaded, probe.sequences if probe else BUILTIN, name, state.budget, operation
+        sequences = probe.sequences if probe else BUILTIN
+        scores, held, wrong = await collect_adapter_scores(
+            "prove", loaded, sequences, name, directory, state.budget, operation
         )
         reference = probe or majority(scores, BUILTIN, CLOSE)
         proved: list[Worker] = []
         for worker, logprobs in scores.items():
             error: LockstepError | None = UpdateFailed("no majority of the workers agrees on it")
             if reference is not None:
+                report = held[worker].read_back
+                in_memory = held[worker].contents.in_memory
                 witness = Witness(
-                    contents="match" if label else "unknown",
+                    # A read-back compares with the files. Other labels than those of Lockstep's own
+                    # engine are the caller's, and say nothing of the contents.
+                    contents="match" if report or (in_memory and label) else "unknown",
+                    held=report,
+                    in_memory=in_memory,
                     before=base_scores.get(worker),
                     earlier=worker.closeness,
+                    dtype=held[worker].contents.dtype,
                     same=probe is None,
                 )
                 verdict = judge(logprobs, reference, witness)
-                if probe is None:
+                if probe is None and verdict.evidence.decided_by != "held":
                     verdict.evidence.decided_by = "majority"
                 operation.workers[worker.id].evidence = verdict.evidence
-                error = verdict.error
+                error = verdict.error or check_requirement(state.require_proof, witness)
             if labels[worker] != label:
                 error = error or UpdateFailed(f"it read other contents: {labels[worker]!r}")
             if error is None:
@@ -149,9 +163,11 @@ class AdapterChanges:
             await self._decide({**self._state.desired.adapters, name: renewed})
 
     async def _score_again(self, name: str, operation: Operation) -> Reference | None:
-        scores, wrong = await collect_scores(
-            "adapters", self._state.serving(), BUILTIN, name, self._state.budget, operation
-        )
+        directory = Path(self._state.desired.adapters[name].path)
+        scores, held, wrong = await collect_adapter_scores(
+            "adapters", self._state.serving(), BUILTIN, name, directory, self._state.budget,
+            operation,
+        )  # fmt: skip
         if wrong and not scores:
             first = next(iter(wrong.values()))
             operation.warnings.append(
@@ -159,6 +175,9 @@ class AdapterChanges:
             )
             return None
         reference = majority(scores, BUILTIN, CLOSE)
+        for worker, facts in held.items():
+            if facts.read_back is not None and facts.read_back.different:
+                wrong[worker] = Disproved(describe_other_weights(facts.read_back))
         if reference is not None:
             for worker, logprobs in scores.items():
                 if (error := differs(logprobs, reference)) is not None:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.backends.admin import Source, WorkerView
-from lockstep.fleet.update.judgement import Witness, judge
-from lockstep.fleet.update.proof import contents_of, match, scores_of
+from lockstep.fleet.update.judgement import (
+    Witness,
+    check_requirement,
+    describe_other_weights,
+    judge,
+)
+from lockstep.fleet.update.proof import contents_of, match, read_back_of, scores_of
 from lockstep.fleet.worker import Worker
 from lockstep.storage.desired_state import AdapterSpec, Desired, Reference
 from lockstep.tokens.errors import Conflict, Disproved
+from lockstep.tokens.operation import RequiredProof
 
 Adopt = Callable[[Worker, WorkerView], Awaitable[Desired]]
 
 
-async def bring_up(worker: Worker, desired: Desired, adopt: Adopt) -> Desired:
+async def bring_up(
+    worker: Worker, desired: Desired, adopt: Adopt, require: RequiredProof = "any"
+) -> Desired:
     """Bring a worker to exactly the desired state, proved. It gets no traffic meanwhile.
 
     `adopt` returns the desired state when there is none yet: the first worker's own becomes it.
+    `require` is what the worker must show at least.
     Returns the state that the worker was brought to. Raises a LockstepError with the reason.
     """
     worker.become("syncing", worker.reason)
@@ -29,7 +39,7 @@ async def bring_up(worker: Worker, desired: Desired, adopt: Adopt) -> Desired:
     worker.become("proving", worker.reason)
     if not worker.control.probes_while_paused:
         await worker.control.resume()
-    await _prove_all(worker, desired)
+    await _prove_all(worker, desired, require)
     # The pause comes last, because some workers cannot score a probe while paused. The worker gets
     # no requests before it has passed the gate.
     if desired.paused is not None:
@@ -43,7 +53,7 @@ async def restore(worker: Worker, desired: Desired) -> None:
     """Bring a paused worker to the desired state, proved, and leave it paused. Raises a
     LockstepError with the reason."""
     await _sync(worker, desired)
-    await _prove_all(worker, desired)
+    await _prove_all(worker, desired, "any")
 
 
 async def _sync(worker: Worker, desired: Desired) -> None:
@@ -56,47 +66,78 @@ async def _sync(worker: Worker, desired: Desired) -> None:
     await _sync_adapters(worker, desired)
 
 
-async def _prove_all(worker: Worker, desired: Desired) -> None:
+async def _prove_all(worker: Worker, desired: Desired, require: RequiredProof) -> None:
     if desired.reference is not None:
-        await _prove_weights(worker, desired, desired.reference)
+        await _prove_weights(worker, desired, desired.reference, require)
     for name, spec in desired.adapters.items():
-        if spec.reference is not None:
-            await _prove_adapter(worker, spec.reference, name)
+        await _prove_adapter(worker, name, spec)
     worker.version = desired.version
 
 
-async def prove(worker: Worker, reference: Reference, digest: str | None = None) -> None:
+async def prove(
+    worker: Worker,
+    reference: Reference,
+    digest: str | None = None,
+    require: RequiredProof = "any",
+) -> None:
     """Raise Disproved unless a worker reproduces the reference. It must also have read what
-    `digest` identifies, where both are known."""
+    `digest` identifies, where both are known, and compute with what it read."""
+    contents = await contents_of(worker, None)
+    report = await read_back_of(worker)
     scores = await scores_of(worker, reference.sequences)
-    held = await contents_of(worker, None)
-    witness = Witness(match(digest, held), earlier=worker.closeness, dtype=held.dtype)
+    witness = Witness(
+        match(digest, contents),
+        report,
+        contents.in_memory,
+        earlier=worker.closeness,
+        dtype=contents.dtype,
+    )
     verdict = judge(scores, reference, witness)
     worker.judge(verdict.evidence)
     if verdict.error is not None:
         raise verdict.error
+    # The weights that a fleet starts with have no digest: it has no checkpoint to compare with.
+    # The worker must still be able to show what it holds.
+    known = witness if digest is not None else replace(witness, contents="match")
+    if (error := check_requirement(require, known)) is not None:
+        raise error
     if reference.tolerance is None:
         worker.closeness = verdict.closeness
 
 
-async def _prove_adapter(worker: Worker, reference: Reference, name: str) -> None:
-    # The label that the adapter was loaded under identifies its contents.
-    scores = await scores_of(worker, reference.sequences, name)
-    verdict = judge(scores, reference, Witness("match", earlier=worker.closeness))
+async def _prove_adapter(worker: Worker, name: str, spec: AdapterSpec) -> None:
+    report = await read_back_of(worker, name, Path(spec.path))
+    if report is not None and report.different:
+        raise Disproved(f"adapter {name!r}: {describe_other_weights(report)}")
+    if spec.reference is None:
+        return
+    scores = await scores_of(worker, spec.reference.sequences, name)
+    contents = await contents_of(worker, None)
+    witness = Witness(
+        # The label that Lockstep's own engine loaded the adapter under identifies its contents.
+        "match" if report or contents.in_memory else "unknown",
+        report,
+        contents.in_memory,
+        earlier=worker.closeness,
+        dtype=contents.dtype,
+    )
+    verdict = judge(scores, spec.reference, witness)
     if verdict.error is not None:
         raise verdict.error
 
 
-async def _prove_weights(worker: Worker, desired: Desired, reference: Reference) -> None:
+async def _prove_weights(
+    worker: Worker, desired: Desired, reference: Reference, require: RequiredProof
+) -> None:
     digest = desired.digests.get(desired.version or "")
     try:
-        await prove(worker, reference, digest)
+        await prove(worker, reference, digest, require)
     except Disproved:
         if desired.checkpoint is None:
             raise
         # The label is right but the weights are not, so they are loaded again.
         await _load_weights(worker, desired.checkpoint, desired.version or "")
-        await prove(worker, reference, digest)
+        await prove(worker, reference, digest, require)
 
 
 async def _sync_weights(worker: Worker, view: WorkerView, desired: Desired) -> None:

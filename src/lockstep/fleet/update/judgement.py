@@ -1,17 +1,19 @@
-"""The judgement whether a worker holds the new weights, by its logprobs and its digest.
+"""The judgement whether a worker holds the new weights, by read-back, digest and logprobs.
 
-Three questions, and the worker must pass them all:
+Four questions, and the worker must pass them all:
 
 1. Contents. Where the worker reports the digest of what it loaded, it must be the checkpoint's.
-2. Closeness. Its logprobs must be the trainer's: bit for bit where the tolerance of the probe is 0,
+2. Held weights. Where the worker can read back the weights it computes with, they must equal the
+   contents, element by element. This decides between new and old weights, however small the step.
+3. Closeness. Its logprobs must be the trainer's: bit for bit where the tolerance of the probe is 0,
    within it where there is one. Else mean and top (the maximum; for 16-bit types the 99 % quantile,
    as a token near the edge of an expert's routing may be off by whole nats) of the differences are
-   bounded by how closely the worker followed on the weights before: MEAN and TOP times as much,
-   plus a share SLACK of the step itself, as other weights round differently. Without that, by
-   UNKNOWN.
-3. New or old. Its logprobs must be at least twice as near to the new weights' as to the old ones',
+   bounded by the worker's noise, measured on the weights before: MEAN and TOP times as much.
+   Without that, by UNKNOWN. The size of the step does not matter: it would hide stale tensors.
+4. New or old. Its logprobs must be at least twice as near to the new weights' as to the old ones',
    by DEVIATIONS standard errors of the paired differences over the whole probe. Where old and new
-   are closer to each other than APART times its noise, logprobs cannot tell: contents must.
+   are closer to each other than APART times its noise, logprobs cannot tell: the held weights must,
+   or the digest of an engine that computes with the very memory that was hashed.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint.probe import compare
+from lockstep.protocol.control.read_back import ReadBack
 from lockstep.storage.desired_state import Closeness, Reference
 from lockstep.tokens.errors import Disproved
-from lockstep.tokens.operation import Evidence
+from lockstep.tokens.operation import Evidence, RequiredProof
 
 Scores = Sequence[Sequence[float]]
 Contents = Literal["match", "mismatch", "unknown"]
 Array = npt.NDArray[np.float64]
-MEAN, TOP, SLACK = 1.5, 2.0, 0.02
+MEAN, TOP = 1.5, 2.0
 APART, NEARER, DEVIATIONS = 2.0, 0.5, 5.0
 COARSE = ("float32", "float16", "bfloat16")
 """From fine to coarse. A worker that does not report its type is assumed to use the coarsest."""
@@ -69,15 +72,61 @@ class Witness:
     """Facts about one worker besides its scores.
 
     `before` are its scores under the weights it held before, `earlier` how closely it followed the
-    right numbers then, `dtype` the type it computes in; each None where unknown. `same` says that
-    the new weights equal the old ones byte for byte.
+    right numbers then, `dtype` the type it computes in, `held` the comparison of the weights it
+    computes with; each None where unknown. `in_memory` says that `contents` is about the memory
+    that it computes with. `same` says that the new weights equal the old ones byte for byte.
     """
 
     contents: Contents = "unknown"
+    held: ReadBack | None = None
+    in_memory: bool = False
     before: Scores | None = None
     earlier: Closeness | None = None
     dtype: str | None = None
     same: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether every weight that it computes with was read back and is the checkpoint's."""
+        held = self.held
+        complete = held is not None and held.is_complete and not held.different
+        return complete and self.contents == "match"
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the memory that it computes with is known to hold the checkpoint's contents."""
+        return self.is_held or (self.in_memory and self.contents == "match")
+
+    def evidence(self) -> Evidence:
+        """Return the evidence from contents and held weights, without logprobs."""
+        evidence = Evidence(digest=self.contents)
+        if self.held is not None:
+            evidence.elements = self.held.elements
+            evidence.held = "match" if self.held.is_complete else "partial"
+            if self.held.different:
+                evidence.held = "mismatch"
+        return evidence
+
+    def describe_gap(self) -> str:
+        """Return why the weights that it computes with are not known to be the checkpoint's."""
+        if self.contents != "match":
+            return "it reports no digest of what it read"
+        if self.held is None:
+            return "its digest is of what it read, and it cannot read its weights back"
+        return f"not read back: {self.held.describe_unread()}"
+
+    def scope(self, noise: float | None = None) -> str:
+        """Return what a worker with these facts proves; `noise` is that of its logprobs."""
+        if self.is_held and self.held is not None:
+            return f"held weights: {self.held.elements} elements read back, all as given"
+        if self.is_shown:
+            return "held weights: the memory that it computes with was hashed"
+        scope = "behaviour only"
+        if self.held is not None and self.held.unread:
+            scope = f"not read back: {self.held.describe_unread()}; for these {scope}"
+        if noise is None:
+            return scope
+        return f"{scope}, noise {noise:.2g}: smaller updates are not proved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +142,7 @@ class Judgement:
 def judge(scores: Scores, reference: Reference, witness: Witness) -> Judgement:
     """Judge whether scores, and what else is known, prove the weights of the reference."""
     shape = compare(reference.logprobs, scores, math.inf)
-    evidence = Evidence(digest=witness.contents)
+    evidence = witness.evidence()
     if not math.isfinite(shape.max_difference):
         error = Disproved(f"its logprobs are wrong: {shape.where}")
         return Judgement(evidence, Closeness(math.inf, math.inf), error)
@@ -103,9 +152,28 @@ def judge(scores: Scores, reference: Reference, witness: Witness) -> Judgement:
     if witness.contents == "mismatch":
         evidence.decided_by = "digest"
         why: str | None = "it read contents that differ from the checkpoint"
+    elif witness.held is not None and witness.held.different:
+        evidence.decided_by = "held"
+        why = describe_other_weights(witness.held)
     else:
+        evidence.scope = witness.scope(case.noise)
         why = case.too_far(scores, evidence) or case.not_told(evidence)
     return Judgement(evidence, case.closeness, None if why is None else Disproved(why))
+
+
+def check_requirement(require: RequiredProof, witness: Witness) -> Disproved | None:
+    """Return the error of a worker that shows less than the operator requires, or None."""
+    if require == "any" or witness.is_shown:
+        return None
+    return Disproved(
+        f"--require-proof held is set, and this worker shows less: {witness.describe_gap()}; serve "
+        "with Lockstep's own engine or with vLLM and Lockstep's worker extension"
+    )
+
+
+def describe_other_weights(held: ReadBack) -> str:
+    """Return why a worker is rejected whose held weights differ from those it was given."""
+    return f"it computes with other weights than it was given: {held.describe_difference()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +237,11 @@ class _Case:
         allowed, least = UNKNOWN[self.dtype], LEAST[self.dtype]
         why = f"the maximum for {self.dtype}, as its closeness on the weights before is not known"
         if (earlier := self.earlier) is not None:
+            # With the weights read back, logprobs need only show that nothing else is wrong, and
+            # the noise on the weights before may be too narrow after a large step.
+            least = allowed if self.witness.is_held else least
             allowed = Closeness(
-                max(least.mean, MEAN * earlier.mean + SLACK * self.step),
-                max(least.top, TOP * earlier.top + SLACK * self.step),
+                max(least.mean, MEAN * earlier.mean), max(least.top, TOP * earlier.top)
             )
             why = f"on the weights before it was off by {earlier.mean:.3g} and {earlier.top:.3g}"
         evidence.bound = allowed.top
@@ -185,6 +255,8 @@ class _Case:
 
     def not_told(self, evidence: Evidence) -> str | None:
         """Return why nothing shows that these are the new weights and not the old ones, or None."""
+        if self.witness.is_held:
+            evidence.decided_by = "held"
         if self.witness.same:
             return None
         tolerance = self.reference.tolerance
@@ -210,15 +282,17 @@ class _Case:
                 f"old and new weights differ by {self.step:.3g} on average, too little to tell "
                 f"them apart by logprobs (noise {self.noise:.3g})"
             )
-        if self.witness.contents == "match":
+        if self.witness.is_held:
+            return None
+        if self.witness.is_shown:
             evidence.decided_by = "digest"
             return None
         if tolerance is not None and (tolerance > 0.0 or self.old is None):
             return None
         return (
-            f"nothing tells the new weights from the old: {reason}, and the worker reports no "
-            "digest of what it read; serve with Lockstep's own engine or its vLLM extension, or "
-            "give the probe a tolerance"
+            f"nothing tells the new weights from the old: {reason}, and the worker does not show "
+            f"the weights it computes with ({self.witness.describe_gap()}); serve with Lockstep's "
+            "own engine or its vLLM extension, or give the probe a tolerance"
         )
 
 

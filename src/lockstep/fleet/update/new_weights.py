@@ -14,6 +14,7 @@ from lockstep.checkpoint.validate import Checkpoint, ModelSignature, resolve
 from lockstep.fleet.update.proof import Proof, reference_of
 from lockstep.storage.desired_state import Desired
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError
+from lockstep.tokens.operation import RequiredProof
 from lockstep.tokens.versions import MAX_LABEL
 
 DIGITS = 12
@@ -41,8 +42,11 @@ class NewWeights:
 class WeightReader:
     """Reads the weights that an update names. `model_dir` holds the initial weights, if known."""
 
-    def __init__(self, roots: Sequence[Path], model_dir: Path | None) -> None:
+    def __init__(
+        self, roots: Sequence[Path], model_dir: Path | None, require: RequiredProof = "any"
+    ) -> None:
         self._roots = roots
+        self._require: RequiredProof = require
         self._model_dir = model_dir
         self._signature: ModelSignature | None = None
         self._first: str | None = None
@@ -68,7 +72,7 @@ class WeightReader:
                 raise BadRequest("weight_dir is missing: name the checkpoint", param="weight_dir")
             if version in desired.agreed:
                 raise _label_conflict(version)
-            return NewWeights(version, source, Proof())
+            return NewWeights(version, source, Proof(require=self._require))
         path = resolve(weight_dir, self._roots)
         with ExitStack() as stack:
             if (tracer := tracing.active) is not None:
@@ -88,6 +92,7 @@ class WeightReader:
             reference_of(checkpoint.probe),
             tensors=checkpoint.tensors,
             same=checkpoint.digest == now,
+            require=self._require,
         )
         return NewWeights(
             version,

@@ -1,9 +1,10 @@
-"""The proof that workers hold the weights they claim: they must reproduce known logprobs.
+"""The proof that workers hold the weights they claim, by what they hold and how they score.
 
-With a probe from the trainer, each worker must reproduce its logprobs, and its scores must tell new
-weights from old (see `judgement`). Without one, most workers must score built-in sequences alike,
-and differently than before. A worker that reports the digest of what it read must have read the
-checkpoint.
+A worker that can read back the weights it computes with must hold the checkpoint's. With a probe
+from the trainer, each worker must reproduce its logprobs, and its scores must tell new weights from
+old unless the read-back does (see `judgement`). Without a probe, most workers must score built-in
+sequences alike, and differently than before. A worker that reports the digest of what it read must
+have read the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,19 +12,33 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 
-from lockstep.backends.admin import ProbesStaged, TellsContents, WeightContents
+from lockstep.backends.admin import (
+    ProbesStaged,
+    ReadBack,
+    ReadsBack,
+    TellsContents,
+    WeightContents,
+)
 from lockstep.checkpoint.digest import SCHEME, combined, differing
 from lockstep.checkpoint.probe import Probe, builtin, compare
 from lockstep.fleet.fan_out import Failures, PhaseBudgets, run_phase
-from lockstep.fleet.update.judgement import Contents, Judgement, Witness, judge
+from lockstep.fleet.update.judgement import (
+    Contents,
+    Judgement,
+    Witness,
+    check_requirement,
+    describe_other_weights,
+    judge,
+)
 from lockstep.fleet.worker import Worker
 from lockstep.storage.desired_state import Closeness, Reference
 from lockstep.tokens.errors import Conflict, Disproved
-from lockstep.tokens.operation import Evidence, Operation, WorkerResult
+from lockstep.tokens.operation import Evidence, Operation, RequiredProof, WorkerResult
 
 Scores = tuple[tuple[float, ...], ...]
 CLOSE = 1e-4
@@ -44,6 +59,21 @@ def reference_of(probe: Probe | None) -> Reference | None:
     return Reference(probe.sequences, probe.logprobs, probe.tolerance, previous, probe.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a worker reports of its weights: what it read, and what it computes with."""
+
+    contents: WeightContents = field(default_factory=WeightContents)
+    read_back: ReadBack | None = None
+
+    @property
+    def key(self) -> object:
+        """Equal for reports that are judged alike."""
+        report, contents = self.read_back, self.contents
+        summary = report and (report.elements, str(report.first), tuple(report.unread))
+        return contents.digest, contents.dtype, contents.in_memory, summary
+
+
 class Proof:
     """The proof of one transaction. `probe` is the trainer's, if it sent one.
 
@@ -59,10 +89,12 @@ class Proof:
         sequences: Sequence[Sequence[int]] = BUILTIN,
         tolerance: float = CLOSE,
         same: bool = False,
+        require: RequiredProof = "any",
     ) -> None:
         """`tensors` are the digests of the new weights, where known. `same` says that the new
-        weights equal the old ones byte for byte."""
+        weights equal the old ones byte for byte. `require` is what every worker must show."""
         self._same = same
+        self._require = require
         self._probe = probe
         self._tensors = tensors
         self._sequences = probe.sequences if probe else tuple(tuple(s) for s in sequences)
@@ -87,14 +119,15 @@ class Proof:
         a trainer's probe, no worker can be judged before all have scored."""
         able = {w: w.control for w in workers if isinstance(w.control, ProbesStaged)}
         proofs: dict[Worker, str] = {}
-        contents: dict[Worker, WeightContents] = {}
+        held: dict[Worker, Held] = {}
 
         async def score_staged(worker: Worker) -> Scores:
             scored = await able[worker].probe_staged(self._sequences)
             proofs[worker] = scored.proof
-            contents[worker] = held = await contents_of(worker, self._tensors, staged=True)
+            contents = await contents_of(worker, self._tensors, staged=True)
+            held[worker] = Held(contents)
             # Scores and digest are two calls. Both must be of the same staged weights.
-            if held.proof not in (None, scored.proof):
+            if contents.proof not in (None, scored.proof):
                 raise Conflict("the staged weights were replaced while probed: update again")
             return _frozen(scored.logprobs)
 
@@ -103,7 +136,7 @@ class Proof:
         if not able or (self._probe is None and len(able) < len(workers)):
             return workers, {}
         scores, failed = await _collect("prove", list(able), score_staged, budget, operation)
-        proved, wrong = self._judge(scores, contents, operation)
+        proved, wrong = self._judge(scores, held, operation)
         self._proved_staged = {worker: (able[worker], proofs[worker]) for worker in proved}
         failed |= wrong
         return [worker for worker in workers if worker not in failed], failed
@@ -142,15 +175,15 @@ class Proof:
         late = [worker for worker in workers if worker not in self._proved_staged]
         if not late:
             return self._final_reference(early), early, {}
-        contents: dict[Worker, WeightContents] = {}
+        held: dict[Worker, Held] = {}
 
         async def score_live(worker: Worker) -> Scores:
-            scores = await scores_of(worker, self._sequences)
-            contents[worker] = await contents_of(worker, self._tensors)
-            return scores
+            contents = await contents_of(worker, self._tensors)
+            held[worker] = Held(contents, await read_back_of(worker))
+            return await scores_of(worker, self._sequences)
 
         scores, failed = await _collect("prove", late, score_live, budget, operation)
-        proved, wrong = self._judge(scores, contents, operation)
+        proved, wrong = self._judge(scores, held, operation)
         return self._final_reference(early + proved), early + proved, failed | wrong
 
     def _final_reference(self, proved: list[Worker]) -> Reference | None:
@@ -168,7 +201,7 @@ class Proof:
     def _judge(
         self,
         scores: dict[Worker, Scores],
-        contents: Mapping[Worker, WeightContents],
+        reports: Mapping[Worker, Held],
         operation: Operation,
     ) -> tuple[list[Worker], Failures]:
         """Return the workers that score like the new weights, and why the others do not. Without a
@@ -178,10 +211,10 @@ class Proof:
         wrong: Failures = {}
         judged: dict[object, Judgement] = {}
         for worker, logprobs in scores.items():
-            held = contents.get(worker, WeightContents())
+            held = reports.get(worker, Held())
             before = self._before.get(worker)
             # In a large fleet most workers score alike to the bit, and are judged once.
-            case = (logprobs, before, worker.closeness, held.digest, held.dtype)
+            case = (logprobs, before, worker.closeness, held.key)
             if case not in judged:
                 judged[case] = self._verdict(worker, logprobs, held)
             verdict = judged[case]
@@ -194,44 +227,70 @@ class Proof:
                 worker.closeness = verdict.closeness
         return [worker for worker in scores if worker not in wrong], wrong
 
-    def _verdict(self, worker: Worker, scores: Scores, held: WeightContents) -> Judgement:
-        matches = match(self._tensors, held)
+    def _verdict(self, worker: Worker, scores: Scores, held: Held) -> Judgement:
+        matches = match(self._tensors, held.contents)
         if matches == "mismatch" and self._tensors is not None:
-            return _misread(self._tensors, held)
-        evidence = Evidence(decided_by="majority", digest=matches)
-        if self._reference is None:
+            return _misread(self._tensors, held.contents)
+        witness = Witness(
+            contents=matches,
+            held=held.read_back,
+            in_memory=held.contents.in_memory,
+            before=self._before.get(worker),
+            earlier=worker.closeness,
+            dtype=held.contents.dtype,
+            same=self._same,
+        )
+        if self._probe is not None and self._reference is not None:
+            verdict = judge(scores, self._reference, witness)
+        else:
+            verdict = self._vote(scores, witness)
+        if verdict.error is None:
+            verdict = replace(verdict, error=check_requirement(self._require, witness))
+        return verdict
+
+    def _vote(self, scores: Scores, witness: Witness) -> Judgement:
+        """Judge a worker by the majority's scores, as the trainer sent no probe."""
+        evidence = witness.evidence()
+        evidence.decided_by, evidence.scope = "majority", witness.scope()
+        error: Disproved | None = None
+        if witness.held is not None and witness.held.different:
+            evidence.decided_by = "held"
+            error = Disproved(describe_other_weights(witness.held))
+        elif self._reference is None:
             why = "most workers must agree on scores that differ from those before"
-            return Judgement(evidence, UNLIKE, Disproved(why))
-        if self._probe is not None:
-            witness = Witness(
-                contents=matches,
-                before=self._before.get(worker),
-                earlier=worker.closeness,
-                dtype=held.dtype,
-                same=self._same,
-            )
-            return judge(scores, self._reference, witness)
-        error = differs(scores, self._reference)
-        if error is None and self._stale:
-            evidence.decided_by = "digest"
-            if matches != "match":
-                error = Disproved(
-                    "its scores do not differ from those before, and it reports no digest of what "
-                    "it read: nothing tells the new weights from the old"
-                )
+            error = Disproved(why)
+        else:
+            error = differs(scores, self._reference)
+            if witness.is_held:
+                evidence.decided_by = "held"
+            elif error is None and self._stale:
+                evidence.decided_by = "digest"
+                if not witness.is_shown:
+                    error = Disproved(
+                        "its scores do not differ from those before, and it does not show the "
+                        f"weights it computes with ({witness.describe_gap()}): nothing tells the "
+                        "new weights from the old"
+                    )
         return Judgement(evidence, UNLIKE, error)
 
     async def prove_unchanged(
         self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[list[Worker], Failures]:
-        """Return the workers that score as before the update, and why the others do not."""
-        scores, failed = await collect_scores(
-            "prove", workers, self._sequences, None, budget, operation
-        )
+        """Return the workers that hold and score what they did before the update, and why the
+        others do not."""
+        reports: dict[Worker, ReadBack | None] = {}
+
+        async def score(worker: Worker) -> Scores:
+            reports[worker] = await read_back_of(worker)
+            return await scores_of(worker, self._sequences)
+
+        scores, failed = await _collect("prove", workers, score, budget, operation)
         good: list[Worker] = []
         for worker, logprobs in scores.items():
-            before = self._before.get(worker)
-            if before is None:
+            before, report = self._before.get(worker), reports[worker]
+            if report is not None and report.different:
+                failed[worker] = Disproved(describe_other_weights(report))
+            elif before is None:
                 failed[worker] = Disproved("its scores before the update are not known")
             elif (error := differs(logprobs, Reference(self._sequences, before, CLOSE))) is None:
                 good.append(worker)
@@ -276,6 +335,30 @@ async def collect_scores(
     )
 
 
+async def collect_adapter_scores(
+    phase: str,
+    workers: list[Worker],
+    sequences: tuple[tuple[int, ...], ...],
+    adapter: str,
+    directory: Path,
+    budget: PhaseBudgets,
+    operation: Operation,
+) -> tuple[dict[Worker, Scores], dict[Worker, Held], Failures]:
+    """Return scores under an adapter, what each worker holds of it, and the errors of those that
+    have none."""
+    held: dict[Worker, Held] = {}
+
+    async def score(worker: Worker) -> Scores:
+        scores = await scores_of(worker, sequences, adapter)
+        # After the scores: the request tells the engine which adapter the name stands for.
+        report = await read_back_of(worker, adapter, directory)
+        held[worker] = Held(await contents_of(worker, None), report)
+        return scores
+
+    scores, failed = await _collect(phase, workers, score, budget, operation)
+    return scores, held, failed
+
+
 async def _collect(
     phase: str,
     workers: list[Worker],
@@ -316,6 +399,17 @@ async def contents_of(
     if match(expected, held) == "mismatch":
         return await driver.contents(staged=staged, tensors=True)
     return held
+
+
+async def read_back_of(
+    worker: Worker, adapter: str | None = None, path: Path | None = None
+) -> ReadBack | None:
+    """Return the comparison of the weights, or of an adapter, that a worker computes with; None
+    where it cannot read them back."""
+    driver = worker.control
+    if not isinstance(driver, ReadsBack):
+        return None
+    return await driver.read_back(adapter=adapter, path=path)
 
 
 def match(expected: Mapping[str, str] | str | None, held: WeightContents) -> Contents:

@@ -20,10 +20,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader import get_model_loader
 
+from lockstep.backends.vllm.extension.adapter_read_back import AdapterNames
 from lockstep.backends.vllm.extension.load import load
 from lockstep.backends.vllm.extension.rank_weights import RankWeights
+from lockstep.backends.vllm.extension.read_back import read_back
 from lockstep.backends.vllm.extension.source import Sources
 from lockstep.protocol.control.generations import Generations
+from lockstep.protocol.control.read_back import ReadBack
 from lockstep.protocol.control.worker import Stage
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
@@ -69,11 +72,13 @@ class LockstepTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.generations = Generations()
         self._partial = False
         text = vllm_config.model_config.hf_config.get_text_config()
+        self._tied = bool(getattr(text, "tie_word_embeddings", False))
+        self.adapter_names = AdapterNames()
         self.weights = RankWeights(
             _at_start(vllm_config, model),
             self._load,
             self.sources.read,
-            tied=bool(getattr(text, "tie_word_embeddings", False)),
+            tied=self._tied,
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -89,6 +94,11 @@ class LockstepTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         self.weights.finish(partial=self._partial)
+
+    def read_back(self) -> ReadBack:
+        """Compare the weights that the model computes with to the live tensors."""
+        with set_current_vllm_config(self.vllm_config):
+            return read_back(self.model, self.weights.live_tensors, tied=self._tied)
 
     def shutdown(self) -> None:
         self.sources.leave()

@@ -87,6 +87,11 @@ class RankWeights:
         return self._live.version
 
     @property
+    def live_tensors(self) -> Mapping[str, Any]:
+        """The tensors that the model is supposed to compute with, as the checkpoint names them."""
+        return self._live.tensors
+
+    @property
     def staged(self) -> str | None:
         held = None if self._staging is None else self._staging.held
         return None if held is None else held.version

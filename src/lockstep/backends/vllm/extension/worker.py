@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from lockstep.backends.vllm.extension.adapter_read_back import read_back_adapter
 from lockstep.backends.vllm.extension.backend import NAME, LockstepTransfer, stage_of
 from lockstep.backends.vllm.extension.paused_probe import can_probe, score
 from lockstep.checkpoint.digest import combined
@@ -47,11 +49,13 @@ class LockstepWorker:
     def lockstep_view(self) -> Fields:
         weights = _transfer(self).weights
         weights.check_whole()
+        _transfer(self).adapter_names.observe(self)
         return {
             "version": weights.version,
             "staged": weights.staged,
             "probes": can_probe(self),
             "digests": True,
+            "reads_back": True,
             "generation": _transfer(self).generations.highest,
             "gateway": _transfer(self).generations.gateway,
         }
@@ -107,6 +111,17 @@ class LockstepWorker:
             "dtype": dtype.removeprefix("torch."),
         }
         return contents | ({"tensors": dict(digests or {})} if tensors else {})
+
+    @returns_errors
+    def lockstep_read_back(self, adapter: str | None = None, path: str = "") -> Fields:
+        transfer = _transfer(self)
+        transfer.weights.check_whole()
+        if adapter is None:
+            report = transfer.read_back()
+        else:
+            report = read_back_adapter(self, transfer.adapter_names, adapter, Path(path))
+        fields: Fields = msgspec.to_builtins(report)
+        return fields
 
     @returns_errors
     def lockstep_join_group(self, **fields: Any) -> Fields:
