@@ -20,7 +20,12 @@ from tests.processes import TOKEN
 
 OPEN_SECONDS = float(os.environ.get("LOCKSTEP_TEST_OPEN_SECONDS", "60"))
 SOON = 2.0
-PROVED = {"bits": "bit for bit", "scores": "by logprobs", "digest": "by digest"}
+PROVED = {
+    "held": "weights read back",
+    "bits": "bit for bit",
+    "scores": "by logprobs",
+    "digest": "by digest",
+}
 Open = Callable[..., Any]
 
 

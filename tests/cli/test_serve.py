@@ -180,6 +180,14 @@ def test_a_gateway_without_any_worker_does_not_start() -> None:
     assert "0 of 1 workers serve" in errors
 
 
+def test_held_weights_cannot_be_required_of_a_worker_without_control() -> None:
+    worker = ("--worker", "http://127.0.0.1:9", "--require-proof", "held")
+    with running("gateway", *worker, *EVERYWHERE) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "--require-proof held needs the admin port of http://127.0.0.1:9" in errors
+
+
 def test_a_model_that_is_not_there_ends_it_with_one_line() -> None:
     with running("serve", "/no/such/model", "--json", *EVERYWHERE) as process:
         out, errors = process.communicate(timeout=60)

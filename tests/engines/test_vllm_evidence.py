@@ -125,6 +125,17 @@ async def test_a_server_that_read_other_weights_is_caught_by_its_digest(dense: V
         assert (await evidence(fleet)).digest == "mismatch"
 
 
+@pytest.mark.failure_mode("F49")
+async def test_held_weights_may_be_required(dense: Vllm) -> None:
+    step = after_a_step(dense, 0.03)
+    async with fleet_of(dense, require_proof="held") as (fleet, admin):
+        await fleet.update_weights(str(step), version="required")
+        admin.read_back = cannot_read_back  # type: ignore[method-assign]
+        with pytest.raises(LockstepError, match="--require-proof held is set"):
+            await fleet.update_weights(str(after_a_step(dense, 0.031)), version="not-shown")
+        assert fleet.desired.version == "required"
+
+
 @pytest.mark.failure_mode("F48")
 async def test_the_right_experts_are_proved_without_a_number(moe: Vllm) -> None:
     await check_right(moe)

@@ -109,6 +109,7 @@ class FaultyWorker(LockstepWorker):
         workers: Any = self.model_runner.lora_manager  # type: ignore[attr-defined]
         manager = workers._adapter_manager
         load, add = workers._load_adapter, workers.add_adapter
+        self._sound_add = add
 
         def load_other(request: Any) -> Any:
             del workers._load_adapter
@@ -147,11 +148,7 @@ class FaultyWorker(LockstepWorker):
     def sound_adapters(self) -> dict[str, str]:
         """End the faults of adapters that last."""
         workers: Any = self.model_runner.lora_manager  # type: ignore[attr-defined]
-        for owner, name in (
-            (workers, "add_adapter"),
-            (workers, "_load_adapter"),
-            (workers._adapter_manager, "activate_adapter"),
-        ):
-            owner.__dict__.pop(name, None)
-        self.weight_transfer_engine.adapter_names.observe(self)  # type: ignore[attr-defined]
+        workers.add_adapter = self._sound_add
+        workers.__dict__.pop("_load_adapter", None)
+        workers._adapter_manager.__dict__.pop("activate_adapter", None)
         return {}

@@ -131,6 +131,13 @@ def gateway(
     for url in [part for one in worker or () for part in one.split(",")] + [dynamo or "http://"]:
         if not url.startswith(("http://", "https://")):
             raise BadRequest(f"{url!r} is no URL: expected http://HOST:PORT", param="worker")
+    uncontrolled = [one for one in worker or () if "," not in one]
+    if arguments.require_proof == "held" and uncontrolled:
+        raise BadRequest(
+            f"--require-proof held needs the admin port of {uncontrolled[0]}: without it nothing "
+            "is known of the weights it computes with; give --worker URL,ADMIN_URL",
+            param="require_proof",
+        )
     source: WorkerSource
     if workers_join:
         if arguments.gateway.tokenizer is None:

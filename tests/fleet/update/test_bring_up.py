@@ -51,6 +51,17 @@ async def test_a_joiner_with_other_scores_is_kept_out_when_there_is_no_checkpoin
         assert "its logprobs are off by" in reason
 
 
+@pytest.mark.failure_mode("F49")
+async def test_a_worker_that_cannot_show_its_weights_is_kept_out_when_that_is_required(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path, 1, require_proof="held") as fleet:
+        assert fleet.serving() == []
+        reason = fleet.fleet.worker("w0").reason
+        assert reason is not None
+        assert "--require-proof held is set, and this worker shows less" in reason
+
+
 @pytest.mark.failure_mode("F24")
 async def test_a_commit_undone_on_other_workers_is_undone_on_a_returning_worker(
     tmp_path: Path,

@@ -98,8 +98,8 @@ async def prove(
         raise verdict.error
     # The weights that a fleet starts with have no digest: it has no checkpoint to compare with.
     # The worker must still be able to show what it holds.
-    known = witness if digest is not None else replace(witness, contents="match")
-    if (error := check_requirement(require, known)) is not None:
+    facts = witness if digest is not None else replace(witness, contents="match")
+    if (error := check_requirement(require, facts)) is not None:
         raise error
     if reference.tolerance is None:
         worker.closeness = verdict.closeness

@@ -61,7 +61,7 @@ def reference_of(probe: Probe | None) -> Reference | None:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a worker reports of its weights: what it read, and what it computes with."""
+    """Report of a worker's weights: the contents it read, and those it computes with."""
 
     contents: WeightContents = field(default_factory=WeightContents)
     read_back: ReadBack | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -27,6 +28,9 @@ class AdapterNames:
 
     vLLM's worker keeps ids only. Each of its requests to add an adapter, which it repeats with
     every batch, has both the name and the id.
+
+    vLLM 0.32 also repeats the flag to load in place: it would read the adapter's files again for
+    every batch, and serve whatever they contain then. Batches lose that flag here.
     """
 
     def __init__(self) -> None:
@@ -38,13 +42,18 @@ class AdapterNames:
         manager = getattr(worker.model_runner, "lora_manager", None)
         if manager is None or manager is self._observed:
             return
-        self._observed, add = manager, manager.add_adapter
+        self._observed = manager
+        add, set_active = manager.add_adapter, manager.set_active_adapters
 
         def add_adapter(request: Any) -> Any:
             self._ids[request.lora_name] = request.lora_int_id
             return add(request)
 
-        manager.add_adapter = add_adapter
+        def set_active_adapters(requests: set[Any], mapping: Any) -> None:
+            loaded = {msgspec.structs.replace(request, load_inplace=False) for request in requests}
+            set_active(loaded, mapping)
+
+        manager.add_adapter, manager.set_active_adapters = add_adapter, set_active_adapters
 
     def id_of(self, name: str) -> int:
         if name not in self._ids:

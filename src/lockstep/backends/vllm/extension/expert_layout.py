@@ -52,12 +52,12 @@ class ExpertLayer:
 
     def add(self, name: str) -> None:
         """Record a tensor of the checkpoint for these experts."""
-        found = EXPERT.fullmatch(name)
-        shard = SHARDS.get(found["shard"]) if found else None
-        if found is None or shard is None:
+        parts = EXPERT.fullmatch(name)
+        shard = SHARDS.get(parts["shard"]) if parts else None
+        if parts is None or shard is None:
             self.unread[name] = "it is not the gate, up or down projection of one expert"
         else:
-            self._names.setdefault(int(found["expert"]), {})[shard] = name
+            self._names.setdefault(int(parts["expert"]), {})[shard] = name
 
     def pairs(self, tensors: Mapping[str, Any]) -> Iterator[Pair]:
         """Return held and expected weights, one projection of one expert at a time."""
