@@ -310,12 +310,16 @@ def test_the_bound_follows_from_the_noise_and_not_from_the_step() -> None:
 
 
 def test_ranks_together_must_read_every_tensor() -> None:
-    first = ReadBack({"a": (4, 0)}, absent=("layer 1",), seconds=0.1)
+    sizes = {"a": 8, "layer 1": 8}
+    first = ReadBack({"a": (4, 0)}, absent=("layer 1",), sizes=sizes, seconds=0.1)
     second = ReadBack({"a": (4, 2), "layer 1": (8, 0)}, Difference("a", (0,), 1, 2), seconds=0.3)
     both = merge_ranks([first, second])
     assert (both.tensors, both.first) == ({"a": (8, 2), "layer 1": (8, 0)}, second.first)
     assert (both.is_complete, both.seconds) == (True, 0.3)
     alone = merge_ranks([first])
-    assert alone.unread == {"layer 1": "no rank holds it"}
+    assert alone.unread == {
+        "a": "4 of 8 elements read back",
+        "layer 1": "0 of 8 elements read back",
+    }
     assert not alone.is_complete
     assert not ReadBack().is_complete

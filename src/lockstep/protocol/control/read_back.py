@@ -27,13 +27,15 @@ class ReadBack(msgspec.Struct, frozen=True):
 
     `tensors` maps a name to the number of elements compared and the number that differ; `first` is
     the first difference. `unread` maps names of tensors that could not be read back to the reason.
-    `absent` names tensors that another rank holds.
+    `absent` names tensors that another rank holds. `sizes` are the numbers of elements of whole
+    tensors, which all ranks together must have compared.
     """
 
     tensors: dict[str, tuple[int, int]] = {}
     first: Difference | None = None
     unread: dict[str, str] = {}
     absent: tuple[str, ...] = ()
+    sizes: dict[str, int] = {}
     seconds: float = 0.0
 
     @property
@@ -75,20 +77,24 @@ class ReadBack(msgspec.Struct, frozen=True):
 
 
 def merge_ranks(reports: Sequence[ReadBack]) -> ReadBack:
-    """Return one report of all ranks. A tensor that is absent on every rank was not read back."""
+    """Return one report of all ranks. A tensor of which the ranks together compared too few
+    elements was not read back."""
     tensors: dict[str, tuple[int, int]] = {}
     unread: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     for report in reports:
         unread |= report.unread
+        sizes |= report.sizes
         for name, (compared, different) in report.tensors.items():
             before = tensors.get(name, (0, 0))
             tensors[name] = (before[0] + compared, before[1] + different)
-    absent = [name for report in reports for name in report.absent]
-    unread |= {name: "no rank holds it" for name in absent if name not in tensors}
+    for name, size in sizes.items():
+        compared, _ = tensors.get(name, (0, 0))
+        if compared < size and name not in unread:
+            unread[name] = f"{compared} of {size} elements read back"
     return ReadBack(
         tensors,
         next((report.first for report in reports if report.first is not None), None),
         unread,
-        (),
-        max((report.seconds for report in reports), default=0.0),
+        seconds=max((report.seconds for report in reports), default=0.0),
     )

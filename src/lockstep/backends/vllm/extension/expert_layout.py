@@ -47,6 +47,11 @@ class ExpertLayer:
         self.unread: dict[str, str] = {}
         self.absent: list[str] = []
 
+    @property
+    def names(self) -> list[str]:
+        """The tensors of the checkpoint for these experts."""
+        return [name for names in self._names.values() for name in names.values()]
+
     def owns(self, name: str) -> bool:
         return name.startswith(self._prefix)
 

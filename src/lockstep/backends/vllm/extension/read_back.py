@@ -10,7 +10,8 @@ Names and splits are computed here and not by vLLM's loaders, whose errors are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -45,6 +46,10 @@ LORA_WRAPPER = ".base_layer"
 Span = tuple[int, int]
 
 
+class Unreadable(Exception):
+    """Reason why a parameter cannot be read back."""
+
+
 @dataclass
 class Comparison:
     """Counts of compared and different elements by tensor, filled while reading back."""
@@ -53,6 +58,20 @@ class Comparison:
     first: Difference | None = None
     unread: dict[str, str] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def attempt(self, names: Iterable[str]) -> Iterator[None]:
+        """Report tensors as not read back where the block of code raises.
+
+        Any error: the layers of some models are not known here, and an update must not fail for
+        that. A worker with tensors that were not read back is not believed to hold them.
+        """
+        try:
+            yield
+        except Exception as error:
+            reason = str(error) if isinstance(error, Unreadable) else repr(error)
+            self.unread |= dict.fromkeys(names, reason)
 
     def compare(self, name: str, held: Any, expected: Any, start: Span = (0, 0)) -> None:
         """Compare a part of a tensor, which begins at row and column `start`."""
@@ -74,8 +93,9 @@ class Comparison:
             self.first = Difference(name, index, *values)
 
     def report(self, seconds: float) -> ReadBack:
-        unread = {name: why for name, why in self.unread.items() if name not in self.tensors}
-        return ReadBack(self.tensors, self.first, unread, tuple(self.absent), seconds)
+        return ReadBack(
+            self.tensors, self.first, self.unread, tuple(self.absent), self.sizes, seconds
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +153,23 @@ class _Reader:
             if layer is not None:
                 layer.add(name)
                 continue
-            path, shard = self._locate(name)
-            module, _, attribute = path.rpartition(".")
-            if module in self._modules:
-                parameters.setdefault((module, attribute), []).append((name, shard))
-            elif any(path.startswith(prefix) for prefix in self._missing):
-                self._comparison.absent.append(name)
-            else:
-                self._comparison.unread[name] = f"the model has no module {module!r}"
+            with self._comparison.attempt([name]):
+                path, shard = self._locate(name)
+                module, _, attribute = path.rpartition(".")
+                if module in self._modules:
+                    parameters.setdefault((module, attribute), []).append((name, shard))
+                elif any(path.startswith(prefix) for prefix in self._missing):
+                    self._comparison.absent.append(name)
+                else:
+                    raise Unreadable(f"the model has no module {module!r}")
         for (path, attribute), sources in parameters.items():
-            self._parameter(path, self._modules[path], attribute, sources)
+            self._parameter(self._modules[path], attribute, sources)
         for layer in experts:
             self._experts(layer)
         if self._tied and EMBEDDING in self._tensors:
             self._tied_head()
         self._derived()
+        self._comparison.sizes |= {name: t.numel() for name, t in self._tensors.items()}
 
     def _locate(self, name: str) -> tuple[str, object]:
         """Return the path of the parameter that a tensor is loaded into, and its shard there."""
@@ -164,21 +186,15 @@ class _Reader:
                     return f"{parent}.{fused}.{attribute}", leaves.index(leaf)
         return path, shard
 
-    def _parameter(
-        self, path: str, module: Any, attribute: str, sources: list[tuple[str, object]]
-    ) -> None:
-        try:
+    def _parameter(self, module: Any, attribute: str, sources: list[tuple[str, object]]) -> None:
+        with self._comparison.attempt([name for name, _ in sources]):
             if isinstance(module, LinearBase):
-                parts = [
-                    part for name, shard in sources for part in self._split(module, name, shard)
-                ]
-                self._linear(module, attribute, parts)
+                split = [self._split(module, name, shard) for name, shard in sources]
+                self._linear(module, attribute, [part for parts in split for part in parts])
             elif isinstance(module, VocabParallelEmbedding):
-                self._vocabulary(path, module, attribute, sources[0][0])
+                self._vocabulary(module, attribute, sources[0][0])
             else:
                 self._plain(getattr(module, attribute, None), sources)
-        except _Unreadable as reason:
-            self._comparison.unread |= {name: str(reason) for name, _ in sources}
 
     def _split(self, module: Any, name: str, shard: object) -> Iterator[Part]:
         """Return where the tensor, or this rank's part of it, is among the layer's outputs."""
@@ -187,7 +203,7 @@ class _Reader:
         if kind is QKVParallelLinear:
             place = QKV[shard] if isinstance(shard, int) else shard
             if place not in QKV:
-                raise _Unreadable("it is fused in the checkpoint already")
+                raise Unreadable("it is fused in the checkpoint already")
             heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
             sizes = (module.head_size, module.head_size, module.v_head_size)
             widths = [count * size for count, size in zip(heads, sizes, strict=True)]
@@ -198,13 +214,13 @@ class _Reader:
         elif kind is MergedColumnParallelLinear:
             sizes, ranks = module.output_sizes, module.tp_size
             if shard is not None and not isinstance(shard, int):
-                raise _Unreadable(f"it is loaded as shard {shard!r}")
+                raise Unreadable(f"it is loaded as shard {shard!r}")
             for at in range(len(sizes)) if shard is None else (shard,):
                 width, first = sizes[at] // ranks, sum(sizes[:at]) // ranks
                 begin = (sum(sizes[:at]) if shard is None else 0) + rank * width
                 yield Part(name, (first, first + width), (begin, begin + width))
         elif shard is not None:
-            raise _Unreadable(f"it is loaded as shard {shard!r} of {kind.__name__}")
+            raise Unreadable(f"it is loaded as shard {shard!r} of {kind.__name__}")
         elif kind is ColumnParallelLinear:
             width = rows // module.tp_size
             yield Part(name, (0, width), (rank * width, (rank + 1) * width))
@@ -214,11 +230,11 @@ class _Reader:
         elif isinstance(module, ReplicatedLinear):
             yield Part(name, (0, rows), (0, rows))
         else:
-            raise _Unreadable(f"the split of a {kind.__name__} is not known")
+            raise Unreadable(f"the split of a {kind.__name__} is not known")
 
     def _linear(self, module: Any, attribute: str, parts: list[Part]) -> None:
         if type(module.quant_method) is not UnquantizedLinearMethod:
-            raise _Unreadable(f"quantised: {type(module.quant_method).__name__}")
+            raise Unreadable(f"quantised: {type(module.quant_method).__name__}")
         if attribute == "weight":
             self._matrix(module, parts)
         elif attribute == "bias" and module.bias is not None:
@@ -229,7 +245,7 @@ class _Reader:
                 start = (part.source[0], 0)
                 self._comparison.compare(part.name, held[slice(*part.rows)], source, start)
         else:
-            raise _Unreadable(f"{type(module).__name__} has no {attribute!r} to read back")
+            raise Unreadable(f"{type(module).__name__} has no {attribute!r} to read back")
 
     def _matrix(self, module: Any, parts: list[Part]) -> None:
         """Compare the weights of a layer, read as products of its kernel with identity blocks."""
@@ -238,7 +254,7 @@ class _Reader:
         for part in parts:
             tensor, columns = self._tensors[part.name], part.columns or (0, inputs)
             if tensor.ndim != 2 or tensor.shape[1] < columns[1] or tensor.shape[0] < part.source[1]:
-                raise _Unreadable(f"its shape {list(tensor.shape)} does not fit the layer")
+                raise Unreadable(f"its shape {list(tensor.shape)} does not fit the layer")
         step = max(1, min(inputs, BLOCK // max(inputs, outputs)))
         for begin in range(0, inputs, step):
             size = min(step, inputs - begin)
@@ -251,10 +267,10 @@ class _Reader:
                 held = product[:, slice(*part.rows)].t()
                 self._comparison.compare(part.name, held, source, (part.source[0], first))
 
-    def _vocabulary(self, path: str, module: Any, attribute: str, name: str) -> None:
+    def _vocabulary(self, module: Any, attribute: str, name: str) -> None:
         """Compare an embedding in place, and a head through its kernel."""
         if type(module.quant_method) is not UnquantizedEmbeddingMethod:
-            raise _Unreadable(f"quantised: {type(module.quant_method).__name__}")
+            raise Unreadable(f"quantised: {type(module.quant_method).__name__}")
         if attribute != "weight":
             self._plain(getattr(module, attribute, None), [(name, None)])
             return
@@ -273,27 +289,28 @@ class _Reader:
 
     def _tied_head(self) -> None:
         """Compare the head of a model with tied embeddings, which may have a copy of its own."""
-        for path, module in self._modules.items():
+        for module in self._modules.values():
             if isinstance(module, ParallelLMHead):
                 # The tensors are the embedding's, and the name in the report is the head's.
                 self._tensors[HEAD] = self._tensors[EMBEDDING]
-                self._parameter(path, module, "weight", [(HEAD, None)])
+                self._parameter(module, "weight", [(HEAD, None)])
 
     def _plain(self, parameter: Any, sources: list[tuple[str, object]]) -> None:
         """Compare a parameter in place."""
         if len(sources) != 1:
-            raise _Unreadable("several tensors are loaded into one parameter")
+            raise Unreadable("several tensors are loaded into one parameter")
         name = sources[0][0]
         tensor = self._tensors[name]
         if not isinstance(parameter, torch.Tensor):
-            raise _Unreadable("the module has no such parameter")
+            raise Unreadable("the module has no such parameter")
         if parameter.shape != tensor.shape:
-            raise _Unreadable(f"the held shape is {list(parameter.shape)}")
+            raise Unreadable(f"the held shape is {list(parameter.shape)}")
         self._comparison.compare(name, parameter, tensor)
 
     def _experts(self, layer: ExpertLayer) -> None:
-        for name, held, expected, start in layer.pairs(self._tensors):
-            self._comparison.compare(name, held, expected, start)
+        with self._comparison.attempt(layer.names):
+            for name, held, expected, start in layer.pairs(self._tensors):
+                self._comparison.compare(name, held, expected, start)
         self._comparison.unread |= layer.unread
         self._comparison.absent += layer.absent
 
@@ -303,10 +320,6 @@ class _Reader:
             for copy in ("W_UV", "W_UK_T"):
                 if isinstance(getattr(module, copy, None), torch.Tensor):
                     self._comparison.unread[f"{path}.{copy}"] = "derived from kv_b_proj"
-
-
-class _Unreadable(Exception):
-    """Reason why a parameter cannot be read back."""
 
 
 def _inputs(module: Any) -> int:
