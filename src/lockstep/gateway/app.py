@@ -53,10 +53,15 @@ DashboardFactory = Callable[[GatewayContext, GatewayMetrics], ASGIApp]
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The parts that a trainer adds to a gateway: data-plane routes, and names of adapters."""
+    """The parts that a trainer adds to a gateway: data-plane routes, and names of adapters.
+
+    Adapters whose names start with `private` are those of single tenants: `find_adapter` alone
+    returns them.
+    """
 
     routes: Sequence[BaseRoute]
     find_adapter: AdapterFinder
+    private: str | None = None
 
 
 def data_app(
@@ -203,7 +208,8 @@ async def serve_gateway(
             )
         )
         find_adapter = None if attachment is None else attachment.find_adapter
-        models = ModelRegistry(fleet.pool.models, options.tokenizer, find_adapter)
+        private = None if attachment is None else attachment.private
+        models = ModelRegistry(fleet.pool.models, options.tokenizer, find_adapter, private)
         context = GatewayContext(
             pool=fleet.pool, models=models, sessions=sessions, limits=options.limits
         )

@@ -9,10 +9,11 @@ from time import monotonic
 
 from lockstep.backends.transport import ModelCard
 from lockstep.render import Renderer
+from lockstep.storage.api_keys import DEFAULT_TENANT
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
-AdapterFinder = Callable[[str], Awaitable[str | None]]
-"""Returns the adapter that a model name stands for; None for an unknown name."""
+AdapterFinder = Callable[[str, str], Awaitable[str | None]]
+"""Returns the adapter that a model name stands for, for a tenant; None for an unknown name."""
 FRESH_SECONDS = 1.0
 """Age in seconds past which the list of models is fetched again for an unknown name."""
 
@@ -30,7 +31,8 @@ class ServedModel:
 class ModelRegistry:
     """Resolves model names against a cached list, which `fetch` gets from the workers.
 
-    `find_adapter` resolves names that are not on it, and loads their adapters.
+    `find_adapter` resolves names that are not on it, and loads their adapters. Adapters whose names
+    start with `private` belong to single tenants: only `find_adapter` returns them.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class ModelRegistry:
         fetch: Callable[[], Awaitable[list[ModelCard]]],
         tokenizer: str | None = None,
         find_adapter: AdapterFinder | None = None,
+        private: str | None = None,
     ) -> None:
         self._fetch = fetch
         self._find_adapter = find_adapter
+        self._private = private
         self._tokenizer = tokenizer
         self._cards: dict[str, ModelCard] = {}
         self._fetched_at = float("-inf")
@@ -48,29 +52,35 @@ class ModelRegistry:
         self._loading = asyncio.Lock()
         self._renderer: Renderer | None = None
 
-    async def cards(self, *, fresh: bool = False) -> list[ModelCard]:
-        """Return the served models, base first. Raises Unavailable when no worker responds."""
+    async def cards(self, *, fresh: bool = False, private: bool = False) -> list[ModelCard]:
+        """Return the served models, base first; with `private`, also adapters of single tenants.
+        Raises Unavailable when no worker responds."""
         if fresh or not self._cards:
             await self._refresh()
-        return list(self._cards.values())
+        return [card for card in self._cards.values() if private or not self._is_private(card.id)]
 
-    async def resolve(self, name: str | None) -> ServedModel:
-        """Return a model by name, or the only base model. Raises UnknownModel or BadRequest."""
+    def _is_private(self, name: str) -> bool:
+        return self._private is not None and name.startswith(self._private)
+
+    async def resolve(self, name: str | None, tenant: str = DEFAULT_TENANT) -> ServedModel:
+        """Return a model by name, or the only base model. Raises UnknownModel or BadRequest, and
+        what the finder of a tenant's adapters raises."""
         if not self._cards:
             await self._refresh()
         if name is not None and name not in self._cards and self._find_adapter is not None:
             # A trainer's names (a sampler's path, say) are never on the list: it is not refreshed
             # for them.
-            adapter, base = await self._find_adapter(name), self._base()
+            adapter, base = await self._find_adapter(name, tenant), self._base()
             if adapter is not None and adapter != base.id:
                 # Not looked up in the list, which may be older than the adapter.
                 return ServedModel(adapter, adapter, base.max_model_len, base.weight_version)
             name = adapter or name
-        if name is not None and name not in self._cards:
+        if name is not None and (name not in self._cards or self._is_private(name)):
             if monotonic() - self._fetched_at > FRESH_SECONDS:
                 await self._refresh()
-            if name not in self._cards:
-                names = ", ".join(self._cards) or "none"
+            if name not in self._cards or self._is_private(name):
+                public = (card for card in self._cards if not self._is_private(card))
+                names = ", ".join(public) or "none"
                 raise UnknownModel(
                     f"the model {name!r} does not exist; served are {names}", param="model"
                 )

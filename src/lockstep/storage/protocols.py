@@ -128,10 +128,10 @@ class SessionStore(Protocol):
         """Store a session without turns. Returns False if the name is taken."""
         ...
 
-    async def count_call(self, entry: SessionEntry) -> None:
-        """Count a call against the session's budget, atomically over all gateways.
+    async def count_call(self, entry: SessionEntry, calls: int = 1) -> None:
+        """Count calls against the session's budget, atomically over all gateways.
 
-        Raises Forbidden when the budget is used up.
+        Raises Forbidden, and counts none, when the budget has fewer left.
         """
         ...
 

@@ -71,12 +71,19 @@ class SessionTerms(msgspec.Struct, frozen=True):
         """Encode these terms for a store."""
         return msgspec.msgpack.encode(self)
 
-    def add_call(self) -> SessionTerms:
-        """Return these terms with one more call counted.
+    def add_calls(self, name: str, calls: int) -> SessionTerms:
+        """Return these terms of session `name` with that many more calls counted. Raises Forbidden
+        when the budget has fewer left.
 
         A call counts when it begins, so that concurrent calls cannot exceed the budget.
         """
-        return msgspec.structs.replace(self, calls=self.calls + 1)
+        if self.max_calls is not None and self.calls + calls > self.max_calls:
+            raise Forbidden(
+                f"session {name!r} has used {self.calls} calls of its budget of {self.max_calls}, "
+                f"and this request needs {calls} more: each of n choices counts as a call",
+                param="n",
+            )
+        return msgspec.structs.replace(self, calls=self.calls + calls)
 
     def add_tokens(self, tokens: int) -> SessionTerms:
         """Return these terms with that many more sampled tokens counted."""

@@ -81,12 +81,12 @@ def test_runs_of_a_tenant_are_invisible_to_others(tenants: TinkerTenants, tmp_pa
 
 
 async def test_names_of_other_models_are_not_samplers(tenants: TinkerTenants) -> None:
-    assert await tenants.served_as("gpt-4") is None
+    assert await tenants.served_as("gpt-4", "default") is None
     for name in ("tinker://run/sampler_weights/name", "session:sample:1"):
         with pytest.raises(NotFound, match="does not exist on this server"):
-            await tenants.served_as(name)
+            await tenants.served_as(name, "default")
     with pytest.raises(BadRequest, match="expected tinker://RUN/"):
-        await tenants.served_as("tinker://run/name")
+        await tenants.served_as("tinker://run/name", "default")
 
 
 async def test_a_sampler_is_found_in_the_store_of_its_tenant(
@@ -99,8 +99,18 @@ async def test_a_sampler_is_found_in_the_store_of_its_tenant(
         for other in ("default", "alice"):
             monkeypatch.setattr(by(each, other).sampling, "directory", None)
         where = by(each, "bob").store.checkpoint(paths["bob"])[1]
-        assert await each.served_as(paths["bob"]) == str(where)
-        assert await each.served_as(own["bob"]) == str(where)
+        assert await each.served_as(paths["bob"], "bob") == str(where)
+        assert await each.served_as(own["bob"], "bob") == str(where)
+
+
+async def test_a_sampler_of_another_tenant_is_not_found(tenants: TinkerTenants) -> None:
+    path = saved(by(tenants, "alice"))
+    sampler = sampler_of(by(tenants, "alice").sampling, path)
+    for tenant in ("bob", "default", "never seen"):
+        for name in (path, sampler):
+            with pytest.raises(NotFound, match="does not exist on this server"):
+                await tenants.served_as(name, tenant)
+    assert await tenants.served_as(path, "alice") == await tenants.served_as(sampler, "alice")
 
 
 async def test_a_deleted_sampler_is_an_error_until_it_is_saved_again(
@@ -110,12 +120,12 @@ async def test_a_deleted_sampler_is_an_error_until_it_is_saved_again(
     first, second = saved(alice), saved(alice)
     await alice.delete(first)
     with pytest.raises(NotFound, match="does not exist on this server"):
-        await tenants.served_as(first)
-    assert await tenants.served_as(second)
+        await tenants.served_as(first, "alice")
+    assert await tenants.served_as(second, "alice")
     record = CheckpointRecord(
         model_id=first.removeprefix("tinker://").partition("/")[0],
         kind="sampler_weights", name="one", created=now(),
     )  # fmt: skip
     with alice.store.writing(record):
         pass
-    assert await tenants.served_as(first) == str(alice.store.directory(record))
+    assert await tenants.served_as(first, "alice") == str(alice.store.directory(record))

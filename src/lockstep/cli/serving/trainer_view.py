@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def attachment_of(trainer: AttachedTrainer) -> Attachment:
     """Its routes and samplers, for the gateway."""
     from lockstep.gateway.app import Attachment
+    from lockstep.integrations.tinker.samplers import PREFIX
 
-    return Attachment(trainer.routes, trainer.tenants.served_as)
+    return Attachment(trainer.routes, trainer.tenants.served_as, PREFIX)
 
 
 def trainer_fields(trainer: AttachedTrainer) -> dict[str, Any]:

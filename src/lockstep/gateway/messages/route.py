@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
-from lockstep.gateway.callers import request_id, session_id
+from lockstep.gateway.callers import caller_of, request_id, session_id
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.messages.translate import TranslatedMessages, translate
 from lockstep.gateway.messages.write import MessageStream, whole_message
@@ -102,7 +102,7 @@ class MessagesRoutes:
     async def _count_tokens(self, http: Request) -> Response:
         request_id(http)
         body = await read_body(http, decode_count, self._context.limits)
-        await self._context.models.resolve(body.model)
+        await self._context.models.resolve(body.model, caller_of(http).tenant)
         translated = await self._translate(http, body)
         renderer = await self._context.models.renderer()
         check_characters(translated.chat.messages, self._context.limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import msgspec
 from starlette.requests import Request
@@ -56,7 +57,7 @@ class CompletionsRoutes:
         request_id(http)
         body = await read_body(http, decode_completion, self._context.limits)
         client_id = request_id(http, body.request_id)
-        model = await self._context.models.resolve(body.model)
+        model = await self._context.models.resolve(body.model, caller_of(http).tenant)
         renderer = await self._context.models.renderer()
         if tracing.active is not None:
             tracing.active.start_turn("text_completion", model.name, session_id(http))
@@ -114,9 +115,13 @@ class CompletionsRoutes:
                 min_weight_version=body.min_weight_version,
             )
             affinity = Affinity.of(ids, session=name, salt=salt, adapter=model.adapter)
-            turn = (
-                None if body.scores else await TokenTurn.of(session, ids, sampling, model.adapter)
-            )
+            turn = None
+            if not body.scores:
+                turn = await TokenTurn.of(
+                    session, ids, sampling, model.adapter, model.max_model_len
+                )
+            if turn is not None:
+                request = replace(request, sampling=turn.sampling)
             prompts.append(CompletionPrompt(text, request, affinity, at * sampling.n, turn))
         return prompts
 

@@ -98,7 +98,7 @@ class ControlRoutes:
         return json_response({"workers": worker_views(self._fleet)})
 
     async def models(self, _: Request) -> Response:
-        cards = await self._context.models.cards(fresh=True)
+        cards = await self._context.models.cards(fresh=True, private=True)
         adapters = self._fleet.desired.adapters
         data = [
             {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from time import time
 from typing import TypeVar
 
@@ -78,7 +79,7 @@ class GenerateRoutes:
         """Return completions of a prompt; the session of the request stores them by their ids."""
         request_id(http)
         raw, fields, ids = await read_body(http, self._decode, self._context.limits)
-        model = await self._context.models.resolve(fields.model)
+        model = await self._context.models.resolve(fields.model, caller_of(http).tenant)
         caller = caller_of(http)
         client_id = request_id(http, fields.request_id).removeprefix(wire.REQUEST_ID_PREFIX)
         request = _generate_request(fields, ids, model, client_id, caller)
@@ -91,6 +92,9 @@ class GenerateRoutes:
         if fields.model not in (None, request.model):
             raw = _with_field(raw, "model", request.model)
         turn = await self._turn(http, request, model)
+        clamped = turn is not None and turn.sampling != request.sampling
+        if turn is not None:
+            request = replace(request, sampling=turn.sampling)
         affinity = Affinity.of(
             request.prompt_ids,
             session=session_id(http),
@@ -105,6 +109,8 @@ class GenerateRoutes:
             # A session stores logprobs even if the client does not request them: such a body is
             # not relayed but encoded again.
             relayed = raw if turn is None or fields.form.logprobs is not None else None
+            if clamped:
+                relayed = None
             return await self._whole(worker, request, fields, model, relayed, client_id)
 
         async def work() -> bytes | bytearray:
@@ -122,7 +128,9 @@ class GenerateRoutes:
             return None
         renderer = await self._context.models.renderer()
         session = await join_session(http, self._context, renderer)
-        return await TokenTurn.of(session, request.prompt_ids, request.sampling, model.adapter)
+        return await TokenTurn.of(
+            session, request.prompt_ids, request.sampling, model.adapter, model.max_model_len
+        )
 
     def _decode(self, raw: bytes) -> tuple[bytes, GenerateFields, Sequence[int]]:
         fields, ids = decode_relayed(raw)

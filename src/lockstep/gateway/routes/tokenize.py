@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.gateway.callers import request_id
+from lockstep.gateway.callers import caller_of, request_id
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.turn.context_limit import check_characters
@@ -66,7 +66,7 @@ class TokenizeRoutes:
     async def tokenize(self, http: Request) -> Response:
         request_id(http)
         body = await read_body(http, decode_tokenize, self._context.limits)
-        model = await self._context.models.resolve(body.model)
+        model = await self._context.models.resolve(body.model, caller_of(http).tenant)
         renderer = await self._context.models.renderer()
         if body.messages is None:
             text = body.prompt or ""
@@ -81,7 +81,7 @@ class TokenizeRoutes:
     async def detokenize(self, http: Request) -> Response:
         request_id(http)
         body = await read_body(http, decode_detokenize, self._context.limits)
-        await self._context.models.resolve(body.model)
+        await self._context.models.resolve(body.model, caller_of(http).tenant)
         renderer = await self._context.models.renderer()
         return json_response(await off_loop(True, encode_detokenized, body, renderer))
 

@@ -14,7 +14,7 @@ from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.render import Renderer
 from lockstep.render.messages import Plain, plain_messages
 from lockstep.storage.session_entry import SessionEntry
-from lockstep.tokens import Completion
+from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import LockstepError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class CachedSession:
         "ended",
         "entry",
         "ledger",
+        "reserved",
         "unsaved_breaks",
         "waiting",
         "writing",
@@ -55,6 +56,8 @@ class CachedSession:
     def __init__(self, entry: SessionEntry, ledger: Ledger) -> None:
         self.entry, self.ledger = entry, ledger
         self.counted_bytes = 0
+        self.reserved = 0
+        """Tokens of the session's budget that running calls may still use."""
         self.ended: LockstepError | None = None
         self.unsaved_breaks: list[tuple[bytes, str]] = []
         self.waiting: list[WaitingTurn] = []
@@ -157,6 +160,24 @@ class SessionCache:
         return False
 
 
+class Reservation:
+    """Tokens of a session's budget that a running request may still use."""
+
+    def __init__(self, cached: CachedSession, tokens: int) -> None:
+        """Reserve them until `release`, or until the task of the running request ends."""
+        self._cached, self._tokens = cached, tokens
+        cached.reserved += tokens
+        # A request may end in many ways (an error, a client that left, a cancelled stream): the
+        # end of its task is the one that all of them share.
+        if (task := asyncio.current_task()) is not None:
+            task.add_done_callback(lambda _: self.release())
+
+    def release(self) -> None:
+        """Return the tokens to the budget; once, however often it is called."""
+        self._cached.reserved -= self._tokens
+        self._tokens = 0
+
+
 class Session:
     """A session as one request uses it. Plan and commit with the same object."""
 
@@ -164,6 +185,7 @@ class Session:
         self, owner: Sessions, cached: CachedSession, renderer: Renderer, breaks: Breaks
     ) -> None:
         self._owner, self._cached, self._renderer, self._breaks = owner, cached, renderer, breaks
+        self._reservations: list[Reservation] = []
 
     @property
     def id(self) -> str:
@@ -187,6 +209,14 @@ class Session:
             )
         finally:
             self._owner.count_breaks(self._cached)
+
+    async def reserve(self, sampling: Sampling, room: int | None = None) -> Sampling:
+        """Reserve the session's budget until the next `commit`, and return `sampling` with a token
+        limit that the budget covers; see Sessions.reserve."""
+        sampling, reservation = await self._owner.reserve(self._cached, sampling, room)
+        if reservation is not None:
+            self._reservations.append(reservation)
+        return sampling
 
     async def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
         """Return the plan for a prompt of ids; see Ledger.plan_ids. Raises what `plan` raises."""
@@ -218,9 +248,11 @@ class Session:
         """
         if (tracer := tracing.active) is None:
             await self._owner.store(self._cached, plan, choices)
-            return
-        with tracer.span("store", {"lockstep.session": self.id}):
-            await self._owner.store(self._cached, plan, choices)
+        else:
+            with tracer.span("store", {"lockstep.session": self.id}):
+                await self._owner.store(self._cached, plan, choices)
+        if self._reservations:  # the store has counted the tokens
+            self._reservations.pop().release()
 
 
 class ServiceClock:

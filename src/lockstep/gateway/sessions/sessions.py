@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.gateway.sessions.cache import (
     CachedSession,
+    Reservation,
     ServiceClock,
     Session,
     SessionCache,
@@ -38,8 +39,15 @@ from lockstep.render import Renderer
 from lockstep.storage.protocols import SessionStore, StoredSession
 from lockstep.storage.session_entry import SessionEntry
 from lockstep.storage.sqlite.sessions import SqliteSessionStore
-from lockstep.tokens import Completion, Sample
-from lockstep.tokens.errors import Conflict, LockstepError, NotFound, Unavailable
+from lockstep.tokens import Completion, Sample, Sampling
+from lockstep.tokens.errors import (
+    Busy,
+    Conflict,
+    Forbidden,
+    LockstepError,
+    NotFound,
+    Unavailable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +281,45 @@ class Sessions:
         self._limits.check_all(0, self._store.totals().bytes, self.counts)
         if entry.terms is not None:
             await self._store.count_call(entry)
+
+    async def reserve(
+        self, cached: CachedSession, sampling: Sampling, room: int | None
+    ) -> tuple[Sampling, Reservation | None]:
+        """Reserve the budget of a session for the choices of one request.
+
+        Returns `sampling` with a token limit that the budget covers, whatever the choices and the
+        calls that run at the same time use. `room` is how many tokens the context leaves. Raises
+        Forbidden when the budget is too small for one token of each choice, Busy when only running
+        calls have reserved it, and TooLarge when the choices would exceed the session's turns.
+        """
+        entry, choices = cached.entry, sampling.n
+        self._limits.check_session(entry.name, entry.turns + choices - 1, entry.bytes, self.counts)
+        if entry.terms is None:
+            return sampling, None
+        if choices > 1:
+            await self._store.count_call(entry, choices - 1)  # `begin_call` counted the first
+        budget = entry.terms.max_tokens
+        if budget is None:
+            return sampling, None
+        left = budget - entry.terms.tokens - cached.reserved
+        if left < choices:
+            used = f"session {entry.name!r} has used {entry.terms.tokens} of {budget} tokens"
+            if cached.reserved and budget - entry.terms.tokens >= choices:
+                raise Busy(
+                    f"{used}, and running calls have reserved {cached.reserved}: send this one "
+                    "after them",
+                    retry_after=1.0,
+                )
+            raise Forbidden(
+                f"{used}, which leaves none for {choices} choices: finish it", param="x-session-id"
+            )
+        # No await from here on: calls that run in parallel must see what is reserved.
+        needed = [most for most in (sampling.max_tokens, room) if most is not None]
+        limit = min([left // choices, *needed])
+        reservation = Reservation(cached, limit * choices)
+        if needed and limit == min(needed):
+            return sampling, reservation
+        return replace(sampling, max_tokens=limit), reservation
 
     def _check_room(self) -> None:
         """Raise Busy at the limit of sessions."""

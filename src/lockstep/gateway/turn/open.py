@@ -57,7 +57,7 @@ class TurnOpener:
         """
         # Before anything can fail: error responses carry the id.
         received, client_id = time(), request_id(http, chat.request_id)
-        model = await self._context.models.resolve(chat.model)
+        model = await self._context.models.resolve(chat.model, caller_of(http).tenant)
         if tracing.active is not None:
             tracing.active.start_turn("chat", model.name, session_id(http))
         renderer = await self._context.models.renderer()
@@ -84,6 +84,12 @@ class TurnOpener:
         headers: dict[str, str] = {}
         if clamp:
             request, headers = _clamp_max_tokens(request, limit)
+        if session is not None:
+            room = None if limit is None else max(limit - len(request.prompt_ids), 0)
+            sampling = await session.reserve(request.sampling, room)
+            if sampling is not request.sampling:
+                request = replace(request, sampling=sampling)
+                headers["x-lockstep-max-tokens"] = str(sampling.max_tokens)
         return GatewayTurn(
             id=client_id.removeprefix(ID_PREFIX),
             chat=chat,

@@ -21,6 +21,8 @@ class TokenTurn:
 
     session: Session
     plan: PromptPlan
+    sampling: Sampling
+    """The sampling of the request, with a token limit that the session's budget covers."""
 
     @classmethod
     async def of(
@@ -29,6 +31,7 @@ class TokenTurn:
         prompt_ids: Sequence[int],
         sampling: Sampling,
         adapter: str | None,
+        max_model_len: int | None = None,
     ) -> TokenTurn | None:
         """Return the turn of a prompt in a session; None without a session.
 
@@ -45,7 +48,8 @@ class TokenTurn:
                 logprob_mode=sampling.logprob_mode,
                 adapter=adapter,
             )
-        return cls(session, plan)
+        room = None if max_model_len is None else max(max_model_len - len(prompt_ids), 0)
+        return cls(session, plan, await session.reserve(sampling, room))
 
     async def commit(self, completions: Sequence[Completion]) -> None:
         """Store the choices, before the client gets the end of the response; see Session.commit."""

@@ -60,12 +60,13 @@ class TinkerTenants:
         self._services[caller.tenant] = service
         return service
 
-    async def served_as(self, name: str) -> str | None:
-        """Load the sampler of that name if needed, and return its adapter; None for other names.
+    async def served_as(self, name: str, tenant: str) -> str | None:
+        """Load the tenant's sampler of that name if needed, and return its adapter; None for other
+        names.
 
-        Samplers are named by the path of their checkpoint (tinker://...) or by their id. Both
-        contain an id that cannot be guessed. Raises NotFound for a sampler that was deleted, and
-        BadRequest for a malformed path.
+        Samplers are named by the path of their checkpoint (tinker://...) or by their id. Raises
+        NotFound for a sampler of another tenant or one that was deleted, and BadRequest for a
+        malformed path.
         """
         if name.startswith(SCHEME):
             owner_id = parse(name)[0]
@@ -74,7 +75,7 @@ class TinkerTenants:
         else:
             return None
         service = self._by_session.get(owner_id.partition(":")[0])
-        if service is None:
+        if service is None or service is not self._services.get(tenant):
             raise NotFound(f"sampler {name!r:.200} does not exist on this server", param="model")
         directory = service.sampling.directory(name)
         self._samplers.check_base()

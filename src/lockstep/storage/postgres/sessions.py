@@ -145,17 +145,24 @@ class PostgresSessionStore:
         entry.update(stored)
         return True
 
-    async def count_call(self, entry: SessionEntry) -> None:
+    async def count_call(self, entry: SessionEntry, calls: int = 1) -> None:
         terms = entry.terms
         # Unlimited calls are not counted here, which saves a statement per call.
         if terms is None or terms.max_calls is None:
             return
         async with self._database.connection() as connection:
-            calls = await connection.fetchval(statements.COUNT_CALL, entry.id, terms.max_calls)
-        count = terms.max_calls if calls is None else calls
-        entry.terms = msgspec.structs.replace(terms, calls=count)
-        if calls is None:
+            count = await connection.fetchval(
+                statements.COUNT_CALLS, entry.id, terms.max_calls, calls
+            )
+        if count is not None:
+            entry.terms = msgspec.structs.replace(terms, calls=count)
+            return
+        if calls == 1:
+            entry.terms = msgspec.structs.replace(terms, calls=terms.max_calls)
             entry.terms.check_budget(entry.name)
+        # Other gateways may have counted calls that this entry has not seen.
+        least = max(terms.calls, terms.max_calls - calls + 1)
+        msgspec.structs.replace(terms, calls=least).add_calls(entry.name, calls)
 
     async def change_terms(
         self, entry: SessionEntry, change: Callable[[SessionTerms], SessionTerms]

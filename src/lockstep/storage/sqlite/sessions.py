@@ -111,9 +111,9 @@ class SqliteSessionStore:
             raise
         return True
 
-    async def count_call(self, entry: SessionEntry) -> None:
+    async def count_call(self, entry: SessionEntry, calls: int = 1) -> None:
         if entry.terms is not None:
-            entry.terms = entry.terms.add_call()
+            entry.terms = entry.terms.add_calls(entry.name, calls)
 
     async def change_terms(
         self, entry: SessionEntry, change: Callable[[SessionTerms], SessionTerms]
