@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from lockstep.ledger import Ledger, Node, PromptPlan
+from lockstep.ledger.codec import dump_turn
 from lockstep.protocol.json.lazy_ids import LazyIds
 from lockstep.render import Renderer
 from lockstep.render.messages import plain_messages, plain_tools
@@ -164,3 +165,10 @@ def sampled_as(
     rest = whole[len(prompt) :]
     ends = [at + 1 for at, token in enumerate(rest) if token in renderer.stop_token_ids]
     return rest[: ends[0]] if ends else [*rest, close]
+
+
+def turn_bytes(ledger: Ledger, node: Node) -> bytes:
+    """Return one turn as msgpack, without the prompt that it shares with an earlier one."""
+    siblings = ledger.siblings(node.parent)
+    owner = next((sibling for sibling in siblings if sibling.prompt is node.prompt), node)
+    return dump_turn(node, None if owner is node else owner)

@@ -10,7 +10,7 @@ import pytest
 from lockstep.ledger import Ledger
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, PrefixBreak
-from tests.ledger.rollouts import TOOLS, finish_turn, say
+from tests.ledger.rollouts import TOOLS, finish_turn, say, turn_bytes
 
 USER = {"role": "user", "content": "1 + 2?"}
 
@@ -25,7 +25,7 @@ class Stored:
 
     @property
     def turns(self) -> list[bytes]:
-        return [self.ledger.turn_bytes(node) for node in self.ledger.nodes]
+        return [turn_bytes(self.ledger, node) for node in self.ledger.nodes]
 
     def again(self) -> Ledger:
         return Ledger.from_turns(self.turns, self.breaks, self.ledger.renderer)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.ledger import Ledger
 from lockstep.render import Renderer
 from lockstep.tokens.errors import PrefixBreak
-from tests.ledger.rollouts import TOOLS, completion, raw_twin
+from tests.ledger.rollouts import TOOLS, completion, raw_twin, turn_bytes
 
 TEXT = st.one_of(
     st.sampled_from(["Hi.", "1 + 2?", "\n", " x ", "<think>", "</think>", "<|im_end|>", "é🙂"]),
@@ -99,7 +99,7 @@ def play(renderer: Renderer, breaks: Any, turns: list[dict[str, Any]]) -> None:
     sampled = sum(len(node.sampled) for node in ledger.nodes)
     samples = ledger.samples(train_aborted=True)
     assert all(sum(sample.sampled_mask) <= sampled for sample in samples)
-    turns = [ledger.turn_bytes(node) for node in ledger.nodes]
+    turns = [turn_bytes(ledger, node) for node in ledger.nodes]
     assert Ledger.from_turns(turns, [], renderer).samples(train_aborted=True) == samples
 
 

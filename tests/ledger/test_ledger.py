@@ -20,7 +20,7 @@ from lockstep.tokens.errors import (
     Misaligned,
     PrefixBreak,
 )
-from tests.ledger.rollouts import TOOLS, completion, finish_turn, say
+from tests.ledger.rollouts import TOOLS, completion, finish_turn, say, turn_bytes
 
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"sum": "1 + 2"}}\n</tool_call><|im_end|>'
 THOUGHT = "<think>\nOne and two.\n</think>\n\n3<|im_end|>"
@@ -372,7 +372,7 @@ def test_a_turn_of_ids_is_found_by_ids_only(renderer: Renderer) -> None:
         ledger.plan_ids([*prompt, 12])
     with pytest.raises(BadTokenId):
         ledger.plan_ids([2**40])
-    turns = [ledger.turn_bytes(each) for each in ledger.nodes]
+    turns = [turn_bytes(ledger, each) for each in ledger.nodes]
     restored = Ledger.from_turns(turns, [], renderer)
     assert restored.plan_ids([*prompt, *sampled, 10]).parent is restored.nodes[0]
 
@@ -427,10 +427,10 @@ def test_bad_routed_experts_fail_the_turn_and_nothing_is_stored(
         "absent": None,
         "layers": RoutedExperts(bytes((end - 1) * 6), (end - 1, 3, 2), "uint8"),
     }[bad]
-    before = [ledger.turn_bytes(node) for node in ledger.nodes]
+    before = [turn_bytes(ledger, node) for node in ledger.nodes]
     with pytest.raises(BadExperts):
         ledger.commit(plan, completion(plan.prompt_ids, ids, experts=experts), reply)
-    assert [ledger.turn_bytes(node) for node in ledger.nodes] == before
+    assert [turn_bytes(ledger, node) for node in ledger.nodes] == before
     assert not ledger.nodes[0].children
 
 

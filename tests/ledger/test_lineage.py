@@ -16,7 +16,7 @@ from lockstep.render import Renderer
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.lineage import KINDS
-from tests.ledger.rollouts import TOOLS, completion
+from tests.ledger.rollouts import TOOLS, completion, turn_bytes
 
 CODEX = Origin(harness="codex", agent="root", window="root:0")
 CHILD = Origin(harness="codex", agent="child", parent="root", window="child:0")
@@ -249,7 +249,7 @@ def test_origins_survive_a_restart_and_turns_without_one_are_read(talk: Talk) ->
     talk.turn([user("a")], "one", CODEX)
     talk.turn([user("b")], "two", CHILD)
     ledger = talk.ledger
-    rows = [ledger.turn_bytes(node) for node in ledger.nodes]
+    rows = [turn_bytes(ledger, node) for node in ledger.nodes]
     again = Ledger.from_turns(rows, [], ledger.renderer)
     assert [node.origin for node in again.nodes] == [CODEX, CHILD]
     assert again.samples() == ledger.samples()

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tokens.stop_strings import HeldText, StopMatch, StopMatcher, text_before_stop
+from lockstep.tokens.stop_strings import HeldText, StopMatch, StopMatcher
 
 TEXTS = st.text(alphabet="abé\n", max_size=40)
 STOPS = st.lists(st.text(alphabet="abé\n", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def text_before_stop(pieces: Sequence[bytes], stop: str, *, include: bool = False) -> str:
+    """Return the text of tokens whose last one completed `stop`, cut where the stop string begins.
+
+    With `include`, cut where it ends.
+    """
+    text, wanted = b"".join(pieces), stop.encode()
+    before = len(text) - (len(pieces[-1]) if pieces else 0)
+    at = text.find(wanted, max(0, before - len(wanted) + 1))
+    if at < 0:  # a special token that is not part of the text
+        return text.decode(errors="replace")
+    return text[: at + len(wanted) * include].decode(errors="replace")
 
 
 def fed(stops: list[str], pieces: list[bytes]) -> tuple[int, StopMatch] | None:

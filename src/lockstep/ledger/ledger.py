@@ -317,7 +317,7 @@ class Ledger:
     def from_turns(
         cls, turns: Iterable[bytes], recorded: Iterable[tuple[bytes, str]], renderer: Renderer
     ) -> Ledger:
-        """Restore a session from turns stored one by one (`turn_bytes`) and the breaks of
+        """Restore a session from turns stored one by one (`codec.dump_turn`) and the breaks of
         `on_break`.
 
         Raises BadRequest if they are not the turns of a session.
@@ -330,12 +330,6 @@ class Ledger:
             {key for key, _ in breaks},
         )
         return ledger
-
-    def turn_bytes(self, node: Node) -> bytes:
-        """Return one turn as msgpack, without the prompt that it shares with an earlier one."""
-        siblings = self.siblings(node.parent)
-        owner = next((sibling for sibling in siblings if sibling.prompt is node.prompt), node)
-        return codec.dump_turn(node, None if owner is node else owner)
 
     def _restore(
         self,

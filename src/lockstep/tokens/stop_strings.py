@@ -59,19 +59,6 @@ class StopMatcher:
         return count
 
 
-def text_before_stop(pieces: Sequence[bytes], stop: str, *, include: bool = False) -> str:
-    """Return the text of tokens whose last one completed `stop`, cut where the stop string begins.
-
-    With `include`, cut where it ends.
-    """
-    text, wanted = b"".join(pieces), stop.encode()
-    before = len(text) - (len(pieces[-1]) if pieces else 0)
-    at = text.find(wanted, max(0, before - len(wanted) + 1))
-    if at < 0:  # a special token that is not part of the text
-        return text.decode(errors="replace")
-    return text[: at + len(wanted) * include].decode(errors="replace")
-
-
 class HeldText:
     """Buffer that holds back the end of a growing text while it may belong to a stop string."""
 

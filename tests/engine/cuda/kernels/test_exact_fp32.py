@@ -31,6 +31,7 @@ from lockstep.engine.model.arithmetic import mix_experts, route
 from lockstep.engine.numerics import plan
 from lockstep.engine.options import EngineOptions
 from lockstep.tokens.errors import BadRequest, EngineFailure
+from tests.engine.cuda.kernels import references
 from tests.engine.cuda.test_exact_layers import on_kernels
 from tests.engine.rig import Rig
 
@@ -72,7 +73,7 @@ def numbers(*shape: int) -> Tensor:
 def test_a_row_of_a_product_has_the_same_bits_in_every_tile() -> None:
     x, weight, bias = numbers(300, 200), numbers(40, 200), numbers(40)
     whole = exact_kernels.linear(x, weight, bias)
-    torch.testing.assert_close(whole, exact_kernels.linear_reference(x, weight, bias), **CLOSE)
+    torch.testing.assert_close(whole, references.linear(x, weight, bias), **CLOSE)
     for rows in (1, 2, 5, 20, 50, 100):
         assert torch.equal(exact_kernels.linear(x[:rows], weight, bias), whole[:rows]), rows
     parts = exact_kernels.linear_parts(x[:3], weight)
@@ -94,7 +95,7 @@ def test_heads_are_normed_equally_alone_and_when_stored() -> None:
     normed = exact_kernels.head_norm(alone, weight, 1e-6).view(rows, -1)
     assert torch.equal(queries, normed[:, : heads * dim])
     assert torch.equal(keys[0, 0], normed[:, heads * dim :])
-    expected = exact_kernels.add_norm_reference(alone, None, weight, 1e-6)
+    expected = references.add_norm(alone, None, weight, 1e-6)
     torch.testing.assert_close(normed.view(-1, dim), expected, **CLOSE)
 
 
@@ -112,7 +113,7 @@ def test_a_query_has_the_same_bits_in_a_prompt_in_pieces_and_alone(group: int) -
         return attention.attend_ragged(q[first : first + count], keys, values, table, 0.2)
 
     whole = attended(0, length)
-    reference = prefill_kernels.attend_ragged_reference(
+    reference = references.attend_ragged(
         q * 0.2 * LOG2_E, keys, values, torch.tensor([(0, length, 1, 0)], dtype=torch.int32)
     )
     torch.testing.assert_close(whole, reference, **CLOSE)

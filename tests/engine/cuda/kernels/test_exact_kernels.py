@@ -16,8 +16,9 @@ from lockstep.engine.cuda.kernels import exact_kernels as exact
 from lockstep.engine.cuda.kernels import prefill_kernels
 from lockstep.engine.cuda.kernels.close_kernels import LOG2_E
 from lockstep.engine.cuda.kernels.exact_gated import linear_gated
-from lockstep.engine.cuda.kernels.prefill_kernels import attend_ragged_reference, tokens_per_block
-from lockstep.engine.cuda.kernels.sampling_kernels import token_logprobs, token_logprobs_reference
+from lockstep.engine.cuda.kernels.prefill_kernels import tokens_per_block
+from lockstep.engine.cuda.kernels.sampling_kernels import token_logprobs
+from tests.engine.cuda.kernels import references
 
 ROUNDED = {"rtol": 2**-9, "atol": 2**-9}
 """About one step of fp16: what is rounded from sums of another order."""
@@ -48,7 +49,7 @@ def numbers(*shape: int) -> Tensor:
 def test_a_product_is_one_sum(rows: int, inner: int, biased: bool) -> None:
     x, weight = numbers(rows, inner), numbers(40, inner)
     bias = numbers(40) if biased else None
-    expected = exact.linear_reference(x, weight, bias)
+    expected = references.linear(x, weight, bias)
     torch.testing.assert_close(exact.linear(x, weight, bias), expected, **ROUNDED)
 
 
@@ -65,20 +66,20 @@ def test_a_norm_reads_what_a_trainer_would_have_rounded(added: bool) -> None:
     x, weight = numbers(3, 100), numbers(100)
     parts = torch.randn(2, 3, 100) if added else None
     delta = None if parts is None else parts.sum(0).half()
-    expected, left = exact.add_norm_reference(x, delta, weight, 1e-6), x.clone()
+    expected, left = references.add_norm(x, delta, weight, 1e-6), x.clone()
     torch.testing.assert_close(exact.add_norm(x, parts, weight, 1e-6), expected, **ROUNDED)
     assert torch.equal(x, left if delta is None else left + delta)
 
 
 def test_each_head_is_normed_separately() -> None:
     x, weight = numbers(19, 32), numbers(32)
-    expected = exact.add_norm_reference(x, None, weight, 1e-6)
+    expected = references.add_norm(x, None, weight, 1e-6)
     torch.testing.assert_close(exact.head_norm(x, weight, 1e-6), expected, **ROUNDED)
 
 
 def test_a_gate_rounds_where_a_module_does() -> None:
     both = numbers(3, 2 * 70)
-    torch.testing.assert_close(exact.gate(both), exact.gate_reference(both), **ROUNDED)
+    torch.testing.assert_close(exact.gate(both), references.gate(both), **ROUNDED)
     first, second = both.chunk(2, -1)
     assert torch.equal(exact.silu(first.contiguous()) * second, exact.gate(both))
 
@@ -86,7 +87,7 @@ def test_a_gate_rounds_where_a_module_does() -> None:
 @pytest.mark.parametrize(("rows", "inner"), [(1, 300), (20, 64), (17, 300), (32, 128), (70, 48)])
 def test_a_gated_product_equals_a_product_then_a_gate(rows: int, inner: int) -> None:
     x, weight = numbers(rows, inner), numbers(2 * 40, inner)
-    expected = exact.gate_reference(exact.linear_reference(x, weight))
+    expected = references.gate(references.linear(x, weight))
     torch.testing.assert_close(linear_gated(x, weight), expected, **GATED)
 
 
@@ -100,7 +101,7 @@ def test_tokens_attend_equally_in_a_prompt_and_one_by_one() -> None:
     )
     whole = attention.attend_ragged(q, keys, values, blocks, 0.2)
     scaled = (q.float() * 0.2 * LOG2_E).to(torch.float32)
-    expected = attend_ragged_reference(scaled, keys.float(), values.float(), blocks)
+    expected = references.attend_ragged(scaled, keys.float(), values.float(), blocks)
     torch.testing.assert_close(whole.float(), expected, rtol=2e-2, atol=2e-2)
     some = torch.tensor([0, 15, 16, 39], dtype=torch.int32)
     own = [cache[1, :, some.long()].transpose(0, 1).flatten(1) for cache in (keys, values)]
@@ -135,7 +136,7 @@ def test_heads_are_rotated_as_in_transformers(norms: bool) -> None:
 
     def turned(x: Tensor) -> Tensor:
         if norm is not None:
-            x = exact.add_norm_reference(x.reshape(-1, dim), None, norm, 1e-6).view_as(x)
+            x = references.add_norm(x.reshape(-1, dim), None, norm, 1e-6).view_as(x)
         low, high = x.chunk(2, -1)
         at = positions.long()
         return x * cos[at, None] + torch.cat((-high, low), -1) * sin[at, None]
@@ -153,6 +154,6 @@ def test_heads_are_rotated_as_in_transformers(norms: bool) -> None:
 def test_a_scored_token_has_the_logprob_it_was_sampled_with(temperature: float) -> None:
     logits = (torch.randn(3, 9000) * 4).half()
     tokens = torch.tensor([5, 0, 8999])
-    expected = token_logprobs_reference(logits, tokens, temperature)
+    expected = references.token_logprobs(logits, tokens, temperature)
     scores = token_logprobs(logits, tokens, temperature)
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)

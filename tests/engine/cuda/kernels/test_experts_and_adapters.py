@@ -15,6 +15,7 @@ from lockstep.engine.cuda.kernels.adapters import AdapterBank, Run, block_count
 from lockstep.engine.cuda.start import FEWEST_PLACES
 from lockstep.engine.model.arithmetic import route
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, LoraDelta
+from tests.engine.cuda.kernels import references
 
 ROUNDED = {"rtol": 2**-8, "atol": 2**-8}
 pytestmark = [
@@ -43,7 +44,7 @@ def test_every_row_gets_the_weighted_sum_of_its_experts(
     x, router = numbers(rows, 48), numbers(6, 48)
     gate_up, down = numbers(6, 2 * 40, 48), numbers(6, 48, 40)
     shares, chosen = route(x @ router.T, 3, True)
-    expected = experts.mix_reference(x, chosen, shares, gate_up, down)
+    expected = references.mix(x, chosen, shares, gate_up, down)
     torch.testing.assert_close(experts.mix(x, chosen, shares, gate_up, down), expected, **ROUNDED)
 
 
@@ -94,7 +95,7 @@ def test_each_row_adds_the_update_of_its_own_adapter(config: ModelConfig) -> Non
         expected = out.clone()
         for lora, rows in ((one, [0, 21, 22]), (other, [*range(2, 21)])):
             chosen = AdapterRows(lora, torch.tensor(rows), 1)
-            chosen.add_to(expected, x, layer, module, exact_kernels.linear_reference)
+            chosen.add_to(expected, x, layer, module, references.linear)
         bank.add_to(out, x, blocks, layer, module)
         torch.testing.assert_close(out, expected, **ROUNDED)
 
@@ -116,7 +117,7 @@ def test_an_adapter_is_evicted_only_after_its_batch(config: ModelConfig) -> None
     expected = out.clone()
     for at, lora in enumerate((third, first)):
         rows = AdapterRows(lora, torch.tensor([at]), 1)
-        rows.add_to(expected, x, 0, "out", exact_kernels.linear_reference)
+        rows.add_to(expected, x, 0, "out", references.linear)
     bank.add_to(out, x, blocks, 0, "out")
     torch.testing.assert_close(out, expected, **ROUNDED)
 

@@ -66,12 +66,6 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     return _run(x, weight, None, out, spread=spread)
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `linear` in plain torch, up to the order of its sums."""
-    out = x.float() @ weight.float().T
-    return (out if bias is None else out + bias.float()).to(x.dtype)
-
-
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, spread: bool) -> Tensor:
     (rows, inner), outer = x.shape, weight.shape[0]
     tile = _tile_fp32 if x.dtype == torch.float32 else _tile
@@ -215,13 +209,6 @@ def add_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Ten
     return out
 
 
-def add_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Compute `add_norm` and `head_norm` in plain torch, without changing x."""
-    value = (x if delta is None else x + delta).float()
-    size = torch.rsqrt((value.double().square().sum(-1) / value.shape[-1]).float() + eps)
-    return (value * size[:, None] * weight.float()).to(x.dtype)
-
-
 @triton.jit
 def _size(value, width, eps):
     """Return the RMSNorm factor of a row.
@@ -329,12 +316,6 @@ def silu(x: Tensor) -> Tensor:
     out, block = torch.empty_like(x), 1024
     _silu_all[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), block=block, **launch(x))
     return out
-
-
-def gate_reference(both: Tensor) -> Tensor:
-    """Compute `gate` in plain torch, up to the last bit of its exponential."""
-    first, second = both.float().chunk(2, -1)
-    return ((first / (1 + torch.exp(-first))).to(both.dtype).float() * second).to(both.dtype)
 
 
 @triton.jit

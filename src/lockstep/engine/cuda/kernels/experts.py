@@ -15,7 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.engine.cuda.kernels import exact_kernels
 from lockstep.engine.cuda.kernels.exact_kernels import _gate_value, _part, launch
-from lockstep.engine.model.arithmetic import mix_experts
 
 FEW, MANY = 16, 64
 """Rows of one expert per program, for small and for large batches."""
@@ -61,14 +60,6 @@ def mix(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -
         mixed, ids, shares, out, hidden, top=top, lanes=pow2(top), block=pow2(hidden), **options
     )
     return out
-
-
-def mix_reference(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Compute `mix` in plain torch, up to the order of its sums."""
-    return mix_experts(
-        x, ids, shares, gate_up, down,
-        product=exact_kernels.linear_reference, gate=exact_kernels.gate_reference,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pairs"])

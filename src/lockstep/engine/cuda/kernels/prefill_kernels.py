@@ -113,24 +113,6 @@ def attend_ragged(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor) -> Te
     return out
 
 
-def attend_ragged_reference(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor) -> Tensor:
-    """Compute `attend_ragged` in plain torch, block by block."""
-    _, kv_heads, _, dim = keys.shape
-    out = torch.zeros_like(q)
-    for first, count, slot, start in blocks.tolist():
-        if not count:
-            continue
-        queries = q[first : first + count].view(count, kv_heads, -1, dim).permute(1, 2, 0, 3)
-        k, v = (cache[slot, :, None, : start + count].float() for cache in (keys, values))
-        hidden = torch.arange(start + count, device=q.device) > torch.arange(
-            start, start + count, device=q.device
-        ).unsqueeze(1)
-        scores = (queries.float() @ k.mT / LOG2_E).masked_fill(hidden, float("-inf"))
-        attended = torch.softmax(scores, -1) @ v
-        out[first : first + count] = attended.permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)
-    return out
-
-
 @triton.jit
 def _attend_ragged(
     q, keys, values, blocks, out, capacity, slot_stride,

@@ -63,12 +63,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     return out
 
 
-def token_logprobs_reference(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute `token_logprobs` in plain torch, up to the order of its sums."""
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    return logprobs.gather(-1, tokens.long()[:, None]).squeeze(-1)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr):
     """Store each chunk's highest logit, its index, and the sums of exp, plain and tempered."""

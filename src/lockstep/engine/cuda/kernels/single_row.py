@@ -68,24 +68,6 @@ def norm_linear(
     return left, out
 
 
-def norm_linear_reference(
-    x: Tensor,
-    parts: Tensor | None,
-    norm: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
-    gated: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Compute `norm_linear` in exact arithmetic in plain torch, up to the order of its sums."""
-    delta = None if parts is None else parts.sum(0).to(x.dtype)
-    normed = exact_kernels.add_norm_reference(x, delta, norm, eps)
-    out = exact_kernels.linear_reference(normed, weight, bias)
-    left = x if delta is None else x + delta
-    return left, exact_kernels.gate_reference(out) if gated else out
-
-
 @triton.jit
 def _row(x, parts, at, inside, width, splits: tl.constexpr, exact: tl.constexpr):
     """Return these values of the row with all parts added."""
