@@ -19,12 +19,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lockstep.dashboard.events import GatewayHealth, RunMark
 from lockstep.dashboard.feed import MOST_VIEWERS, Feed, Parts
 from lockstep.dashboard.fleet_view import FleetView
-from lockstep.dashboard.health_view import HealthView
+from lockstep.dashboard.health_view import GatewayHealth, HealthView
 from lockstep.dashboard.logins import COOKIE_SECONDS, Logins
-from lockstep.dashboard.run_view import curves, pack
+from lockstep.dashboard.run_view import RunMark, curves, pack
 from lockstep.dashboard.session_view import SessionViews
 from lockstep.dashboard.static_files import INDEX, StaticFile, read_static
 from lockstep.fleet.fleet import Fleet

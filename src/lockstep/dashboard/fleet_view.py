@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from time import monotonic
 
-from lockstep.dashboard.events import (
-    FleetTotals,
-    OperationRow,
-    SlowRequest,
-    WorkerPhases,
-    WorkerRow,
-)
+import msgspec
+
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import Unavailable
-from lockstep.tokens.operation import Operation
+from lockstep.tokens.operation import Evidence, Operation
 
 SHOWN_OPERATIONS = 40
 RATE_SECONDS = 5.0
@@ -23,6 +18,78 @@ RATE_SECONDS = 5.0
 SLOW_SECONDS, MOST_SLOW = 2.0, 12
 STORE_SECONDS = 1.0
 """How often the store is asked for operations while none is under way here."""
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """A worker now. `rate` is in sampled tokens a second; `behind` counts its requests in flight
+    by how many versions were accepted since they began."""
+
+    id: str
+    backend: str
+    state: str
+    version: str | None
+    reason: str | None
+    since: float
+    in_flight: int
+    rate: float
+    sampled: int
+    behind: dict[int, int]
+    evidence: Evidence | None
+    judged: float | None
+    next_try: float | None
+    gpus: tuple[str, ...] = ()
+
+
+class WorkerPhases(msgspec.Struct, frozen=True):
+    """How one worker fared in an operation: seconds by phase."""
+
+    status: str
+    seconds: dict[str, float]
+    error: str | None
+    evidence: Evidence | None
+
+
+class OperationRow(msgspec.Struct, frozen=True):
+    """A change of the fleet, running or not. `phases` are the longest of any worker."""
+
+    id: str
+    kind: str
+    status: str
+    started: float
+    ended: float | None
+    version: str | None
+    nbytes: int | None
+    pause_seconds: float | None
+    phases: dict[str, float]
+    workers: dict[str, WorkerPhases]
+    warnings: list[str]
+    error: str | None
+
+
+class FleetTotals(msgspec.Struct, frozen=True):
+    """The fleet as one. `role` is that of this gateway among those that share the fleet."""
+
+    model: str | None
+    version: str | None
+    paused: str | None
+    serving: int
+    workers: int
+    in_flight: int
+    waiting: int
+    rate: float
+    adapters: dict[str, str]
+    role: str
+    leader: str | None
+    gateways: int
+
+
+class SlowRequest(msgspec.Struct, frozen=True):
+    """A request that is under way for long."""
+
+    worker: str
+    session: str | None
+    seconds: float
+    behind: int
 
 
 class FleetView:

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic, process_time
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
-from lockstep.dashboard.events import GatewayHealth, RouteRow, SlowRequest
+from lockstep.dashboard.fleet_view import SlowRequest
 
 WINDOW_SECONDS = 10.0
 REQUESTS = "lockstep_gateway_requests_total"
@@ -19,6 +20,35 @@ LOOP = "lockstep_event_loop_delay_seconds_bucket"
 TASKS = "lockstep_gateway_tasks"
 STATM = Path("/proc/self/statm")
 Buckets = dict[float, float]
+
+
+class RouteRow(msgspec.Struct, frozen=True):
+    """Requests of one route in the last seconds; latencies are read from histogram buckets."""
+
+    route: str
+    rate: float
+    errors: float
+    p50: float | None
+    p95: float | None
+    total: int
+
+
+class GatewayHealth(msgspec.Struct, frozen=True):
+    """How the gateway itself is."""
+
+    rate: float
+    errors: float
+    p50: float | None
+    p95: float | None
+    loop_p99: float | None
+    loop_worst: float | None
+    memory: int
+    tasks: int
+    cpu: float
+    viewers: int
+    routes: list[RouteRow]
+    slow: list[SlowRequest]
+    store: dict[str, int]
 
 
 class _Look:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from lockstep.dashboard.branch_tokens import runs
 from lockstep.render.authors import messages
 from lockstep.run_record import Row, Run, describe, lanes
@@ -18,6 +20,13 @@ SERIES = (
     "tokens_per_second", "off_policy", "off_policy_max", "breaks", "aborts", "dropped",
     "pause_seconds", "time/rollout", "time/train", "time/save", "time/update", "time/step",
 )  # fmt: skip
+
+
+class RunMark(msgspec.Struct, frozen=True):
+    """What changes when a run directory has something new."""
+
+    name: str
+    size: int
 
 
 def curves(run: Run) -> Row:
