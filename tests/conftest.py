@@ -19,7 +19,7 @@ import pytest
 from lockstep.render import Renderer
 from tests import tokenizers
 from tests.memory import PeakMemory
-from tests.processes import WorkerProcess
+from tests.processes import ServeProcess, WorkerProcess
 
 pytest_plugins = ["tests.exactness.guard"]
 
@@ -69,6 +69,14 @@ def template_renderer() -> Renderer:
 def shared_worker() -> Iterator[WorkerProcess]:
     """One worker for all modules that leave it as they found it: starting one takes seconds."""
     process = WorkerProcess("--max-model-len", "1024", "--max-num-seqs", "16")
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def served_gateway(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
+    """A `lockstep serve` process for the tests of a module, with the arguments in its `SERVE`."""
+    process = ServeProcess(*getattr(request.module, "SERVE", ("--sessions", "memory")))
     yield process
     process.stop()
 

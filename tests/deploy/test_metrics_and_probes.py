@@ -7,24 +7,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import aiohttp
-import pytest
 import yaml
 
 from tests.deploy.files import DEPLOY
 from tests.processes import TOKEN, ServeProcess
 
+SERVE = ("--state-dir", "memory")
+
 NAME = re.compile(r"\blockstep_[a-z_]+\b")
 OF_PROMETHEUS = {"up"}
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[ServeProcess]:
-    process = ServeProcess("--state-dir", "memory")
-    yield process
-    process.stop()
 
 
 def expressions() -> list[str]:
@@ -37,13 +30,13 @@ def expressions() -> list[str]:
     return alerts + shown
 
 
-async def test_every_metric_that_is_watched_exists(fleet: ServeProcess) -> None:
+async def test_every_metric_that_is_watched_exists(served_gateway: ServeProcess) -> None:
     text = ""
     async with aiohttp.ClientSession() as http:
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "Reverse: 12"}]}
-        async with http.post(f"{fleet.url}/v1/chat/completions", json=chat) as answer:
+        async with http.post(f"{served_gateway.url}/v1/chat/completions", json=chat) as answer:
             assert answer.status == 200, await answer.text()
-        for url in (fleet.url, fleet.workers[0]["url"]):
+        for url in (served_gateway.url, served_gateway.workers[0]["url"]):
             async with http.get(f"{url}/metrics") as answer:
                 text += await answer.text()
     there = set(NAME.findall("\n".join(line for line in text.splitlines() if line[:1] != "#")))
@@ -51,26 +44,29 @@ async def test_every_metric_that_is_watched_exists(fleet: ServeProcess) -> None:
     assert used - there == set()
 
 
-def ready(fleet: ServeProcess, worker: str) -> tuple[int, str]:
+def ready(served_gateway: ServeProcess, worker: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, DEPLOY / "ready.py", worker],
-        env={**os.environ, "LOCKSTEP_ADMIN_URL": fleet.admin_url, "LOCKSTEP_ADMIN_TOKEN": TOKEN},
+        env={**os.environ, "LOCKSTEP_ADMIN_URL": served_gateway.admin_url,
+             "LOCKSTEP_ADMIN_TOKEN": TOKEN},
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     return done.returncode, done.stderr
 
 
-async def test_a_worker_is_ready_when_it_was_proved_and_not_before(fleet: ServeProcess) -> None:
-    worker = fleet.workers[0]["id"]
-    assert ready(fleet, worker) == (0, "")
-    code, output = ready(fleet, "nobody:8100")
+async def test_a_worker_is_ready_when_it_was_proved_and_not_before(
+    served_gateway: ServeProcess,
+) -> None:
+    worker = served_gateway.workers[0]["id"]
+    assert ready(served_gateway, worker) == (0, "")
+    code, output = ready(served_gateway, "nobody:8100")
     assert (code, output[:3]) == (1, "404")
     # One that runs, but is not what the gateway was told of: it is never proved.
     headers = {"authorization": f"Bearer {TOKEN}"}
     body = {"url": "http://127.0.0.1:9", "admin_url": "http://127.0.0.1:9", "backend": "lockstep",
             "id": "away:8100"}  # fmt: skip
     async with aiohttp.ClientSession(headers=headers) as http:
-        async with http.post(f"{fleet.admin_url}/v1/rl/workers", json=body) as answer:
+        async with http.post(f"{served_gateway.admin_url}/v1/rl/workers", json=body) as answer:
             assert answer.status == 201, await answer.text()
-    code, output = ready(fleet, "away:8100")
+    code, output = ready(served_gateway, "away:8100")
     assert (code, output[:3]) == (1, "503")

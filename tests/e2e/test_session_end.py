@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -17,19 +17,14 @@ from tests.processes import TOKEN, ServeProcess
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[ServeProcess]:
-    process = ServeProcess("--sessions", "memory")
-    yield process
-    process.stop()
-
-
 class Minted:
     """A session with a key of its own, and the control plane's view of it."""
 
-    def __init__(self, http: aiohttp.ClientSession, served: ServeProcess, body: Any) -> None:
-        self.agent = Client(http, served.url, body["key"])
-        self._admin = Client(http, served.admin_url, TOKEN)
+    def __init__(
+        self, http: aiohttp.ClientSession, served_gateway: ServeProcess, body: Any
+    ) -> None:
+        self.agent = Client(http, served_gateway.url, body["key"])
+        self._admin = Client(http, served_gateway.admin_url, TOKEN)
         self._path = f"/v1/rl/sessions/{body['id']}"
 
     async def wait(self, seconds: float) -> dict[str, Any] | None:
@@ -48,10 +43,12 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
         yield http
 
 
-async def mint(http: aiohttp.ClientSession, served: ServeProcess, **budget: Any) -> Minted:
-    status, body = await Client(http, served.admin_url, TOKEN).send("/v1/rl/sessions", budget)
+async def mint(http: aiohttp.ClientSession, served_gateway: ServeProcess, **budget: Any) -> Minted:
+    status, body = await Client(http, served_gateway.admin_url, TOKEN).send(
+        "/v1/rl/sessions", budget
+    )
     assert status == 201, body
-    return Minted(http, served, body)
+    return Minted(http, served_gateway, body)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +58,12 @@ async def mint(http: aiohttp.ClientSession, served: ServeProcess, **budget: Any)
 )
 async def test_whoever_waits_is_told_at_once_that_the_budget_is_used(
     http: aiohttp.ClientSession,
-    served: ServeProcess,
+    served_gateway: ServeProcess,
     budget: dict[str, int],
     by: str,
     turns: int,
 ) -> None:
-    session = await mint(http, served, **budget)
+    session = await mint(http, served_gateway, **budget)
     assert await session.wait(0) is None
     waiting = asyncio.create_task(session.wait(60))
     for _ in range(turns):
@@ -82,18 +79,18 @@ async def test_whoever_waits_is_told_at_once_that_the_budget_is_used(
 
 
 async def test_time_that_has_run_out_ends_a_session(
-    http: aiohttp.ClientSession, served: ServeProcess
+    http: aiohttp.ClientSession, served_gateway: ServeProcess
 ) -> None:
-    session = await mint(http, served, seconds=0.5)
+    session = await mint(http, served_gateway, seconds=0.5)
     ended = await session.wait(60)
     assert ended is not None
     assert ended["by"] == "seconds"
 
 
 async def test_a_harness_ends_its_session_and_cannot_give_the_reward(
-    http: aiohttp.ClientSession, served: ServeProcess
+    http: aiohttp.ClientSession, served_gateway: ServeProcess
 ) -> None:
-    session = await mint(http, served)
+    session = await mint(http, served_gateway)
     assert (await session.agent.chat())[0] == 200
     waiting = asyncio.create_task(session.wait(60))
     assert (await session.agent.send("/v1/session/finish", {"reward": 1.0}))[0] == 400
@@ -106,9 +103,9 @@ async def test_a_harness_ends_its_session_and_cannot_give_the_reward(
 
 
 async def test_a_finish_is_an_end_with_its_reward(
-    http: aiohttp.ClientSession, served: ServeProcess
+    http: aiohttp.ClientSession, served_gateway: ServeProcess
 ) -> None:
-    session = await mint(http, served)
+    session = await mint(http, served_gateway)
     waiting = asyncio.create_task(session.wait(60))
     await asyncio.sleep(0.1)
     await session.finish(1.0)
@@ -118,14 +115,14 @@ async def test_a_finish_is_an_end_with_its_reward(
 
 
 async def test_without_an_end_the_wait_ends_by_itself_and_a_session_that_is_gone_is_said(
-    http: aiohttp.ClientSession, served: ServeProcess
+    http: aiohttp.ClientSession, served_gateway: ServeProcess
 ) -> None:
-    session = await mint(http, served)
+    session = await mint(http, served_gateway)
     assert await session.wait(0.2) is None
-    admin = Client(http, served.admin_url, TOKEN)
+    admin = Client(http, served_gateway.admin_url, TOKEN)
     assert (await admin.send("/v1/rl/sessions/nobody/wait?seconds=1"))[0] == 404
     for bad in ("-1", "nan", "400", "x"):
         assert (await admin.send(f"/v1/rl/sessions/nobody/wait?seconds={bad}"))[0] == 400
     # Without a key of its own a caller has no session to end.
-    anybody = Client(http, served.url, None)
+    anybody = Client(http, served_gateway.url, None)
     assert (await anybody.send("/v1/session/finish", verb="POST"))[0] == 403

@@ -6,21 +6,21 @@ import json
 import os
 import struct
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from lockstep.tokens import Sample
 from tests.export.samples import two_turns
 from tests.processes import TOKEN, ServeProcess
 from tests.sinks.test_trackers import PYTHON
 
+SERVE = ("--sessions", "memory", "--worker-args", "--max-model-len 256")
 LOAD = """
 import json, sys
 from datasets import load_dataset
+
 rows = load_dataset(sys.argv[1], split="train")
 for row in rows:
     if row["experts"] is not None:
@@ -88,21 +88,14 @@ def test_datasets_loads_what_was_exported_bit_for_bit(tmp_path: Path) -> None:
     assert {name: row[name] for name in plain} == {name: getattr(sample, name) for name in plain}
 
 
-@pytest.fixture
-def served() -> Iterator[ServeProcess]:
-    process = ServeProcess("--sessions", "memory", "--worker-args", "--max-model-len 256")
-    yield process
-    process.stop()
-
-
 async def test_a_session_of_a_running_gateway_is_exported(
-    served: ServeProcess, tmp_path: Path
+    served_gateway: ServeProcess, tmp_path: Path
 ) -> None:
     body = {"messages": [{"role": "user", "content": "Reverse: 40213"}], "max_tokens": 8}
     async with aiohttp.ClientSession(headers={"x-session-id": "exported"}) as session:
-        async with session.post(f"{served.url}/v1/chat/completions", json=body) as response:
+        async with session.post(f"{served_gateway.url}/v1/chat/completions", json=body) as response:
             assert response.status == 200
-    options = ("exported", "--url", served.admin_url)
+    options = ("exported", "--url", served_gateway.admin_url)
     environ = {"LOCKSTEP_ADMIN_TOKEN": TOKEN}
     lines, out = tmp_path / "lines.jsonl", tmp_path / "dataset"
     assert export(*options, "-o", lines, **environ)["samples"] == 1

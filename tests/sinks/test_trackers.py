@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.processes import TOKEN, ServeProcess
+
+SERVE = ("--sessions", "memory", "--worker-args", "--max-model-len 256")
 
 PYTHON = Path(".venv-sinks/bin/python").absolute()
 CONFIG = """
@@ -31,18 +32,17 @@ prompts = 4
 """
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[ServeProcess]:
-    process = ServeProcess("--sessions", "memory", "--worker-args", "--max-model-len 256")
-    yield process
-    process.stop()
-
-
-def train(served: ServeProcess, where: Path, steps: int, *options: str, **more: str) -> list[Any]:
+def train(
+    served_gateway: ServeProcess, where: Path, steps: int, *options: str, **more: str
+) -> list[Any]:
     """The JSON lines of a run with every tracker."""
     config = where / "run.toml"
-    text = CONFIG.format(run_dir=str(where / "run"), url=served.url, admin_url=served.admin_url,
-                         steps=steps)  # fmt: skip
+    text = CONFIG.format(
+        run_dir=str(where / "run"),
+        url=served_gateway.url,
+        admin_url=served_gateway.admin_url,
+        steps=steps,
+    )
     config.write_text(text)
     environ = {
         "PATH": os.environ["PATH"], "HOME": str(where / "home"), "LOCKSTEP_ADMIN_TOKEN": TOKEN,
@@ -70,9 +70,9 @@ def read_back(run: Path) -> dict[str, dict[str, float]]:
 
 
 def test_all_trackers_hold_the_metrics_of_the_run_and_stdout_stays_json(
-    served: ServeProcess, tmp_path: Path
+    served_gateway: ServeProcess, tmp_path: Path
 ) -> None:
-    *steps, _ = train(served, tmp_path, 2)
+    *steps, _ = train(served_gateway, tmp_path, 2)
     stored = read_back(tmp_path / "run")
     assert set(stored) == {"tensorboard", "mlflow", "trackio", "wandb"}
     for name, rows in stored.items():
@@ -84,10 +84,10 @@ def test_all_trackers_hold_the_metrics_of_the_run_and_stdout_stays_json(
 
 
 def test_a_tracker_that_cannot_be_reached_costs_a_line_and_not_the_run(
-    served: ServeProcess, tmp_path: Path
+    served_gateway: ServeProcess, tmp_path: Path
 ) -> None:
     steps = train(
-        served, tmp_path, 1,
+        served_gateway, tmp_path, 1,
         MLFLOW_TRACKING_URI="http://127.0.0.1:9", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
     )  # fmt: skip
     assert steps[0]["step"] == 1

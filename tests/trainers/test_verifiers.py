@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +34,22 @@ def run(*command: str, home: Path) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[ServeProcess]:
-    process = ServeProcess("--sessions", "memory")
-    yield process
-    process.stop()
-
-
 @pytest.mark.parametrize(
     ("dialect", "more"),
     [("messages", ()), ("messages", ("--stream",)), ("responses", ()), ("chat", ())],
 )
 async def test_a_program_of_any_dialect_leaves_one_exact_branch(
-    served: ServeProcess, tmp_path: Path, dialect: str, more: tuple[str, ...]
+    served_gateway: ServeProcess, tmp_path: Path, dialect: str, more: tuple[str, ...]
 ) -> None:
     program = str(PROGRAMS / "verifiers_play.py")
     told: dict[str, Any] = json.loads(
-        run(program, served.url, dialect, "2", *more, home=tmp_path).strip().splitlines()[-1]
+        run(program, served_gateway.url, dialect, "2", *more, home=tmp_path)
+        .strip()
+        .splitlines()[-1]
     )
     assert told["branches"] == [1, 1, 1]
     assert [[turn["bridged"] for turn in turns] for turns in told["turns"]] == [[False, True]] * 3
-    async with RemoteFleet(served.admin_url, token=TOKEN) as fleet:
+    async with RemoteFleet(served_gateway.admin_url, token=TOKEN) as fleet:
         stored = [await fleet.samples(name) for name in told["sessions"]]
     played = [[Sample.from_json(json.dumps(each)) for each in one] for one in told["samples"]]
     by_ids = {tuple(sample.token_ids): sample for (sample,) in stored}
@@ -73,10 +67,10 @@ def test_streams_hold_thoughts_and_tool_calls(tmp_path: Path) -> None:
 
 
 def test_lockstep_trains_on_an_environment_of_verifiers(
-    served: ServeProcess, tmp_path: Path
+    served_gateway: ServeProcess, tmp_path: Path
 ) -> None:
     config = (EXAMPLE / "run.toml").read_text()
-    for name, url in (("8000", served.url), ("8001", served.admin_url)):
+    for name, url in (("8000", served_gateway.url), ("8001", served_gateway.admin_url)):
         config = config.replace(f"http://127.0.0.1:{name}", url)
     config = config.replace("steps = 5", "steps = 2").replace("groups = 4", "groups = 2")
     (tmp_path / "run.toml").write_text(config)
@@ -87,7 +81,7 @@ def test_lockstep_trains_on_an_environment_of_verifiers(
     assert result["mismatch_max"] == 0.0
 
 
-def test_a_taskset_that_is_not_there_is_named(served: ServeProcess, tmp_path: Path) -> None:
+def test_a_taskset_that_is_not_there_is_named(served_gateway: ServeProcess, tmp_path: Path) -> None:
     code = (
         "from lockstep.train.envs.environment import load_environment\n"
         "from lockstep.tokens.errors import BadRequest\n"
