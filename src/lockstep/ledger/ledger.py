@@ -127,6 +127,7 @@ class Ledger:
         before = node.breaks if node is not None else ()
         cause: Cause | None = "edited_history" if claims else None
         if cause is not None:
+            # Before raising: a break counts once, whether it is refused or becomes a branch.
             self._record(cause, ids.tobytes(), node)
             if (breaks or self.breaks) == "strict":
                 raise PrefixBreak(
@@ -213,6 +214,7 @@ class Ledger:
         """Add turns, from number `start` on, and breaks that other gateways have stored meanwhile,
         skipping those already here. Raises BadRequest for invalid turns.
         """
+        # The turns were read while requests ran: the first of them may have been added since.
         self.add_turns(codec.load_turns(turns[len(self.nodes) - start :], self.nodes))
         for key, cause in recorded:
             if key not in self._recorded:
@@ -243,6 +245,8 @@ class Ledger:
         reply = canonical(fields)
         start = parent.end if parent is not None else 0
         prompt = array(IDS, plan.prompt_ids[start:])
+        # Choices of one request, and requests sent again, have the same prompt: it is stored and
+        # held in memory once, with the first of them.
         if made:
             twin: Node | None = made[0][1] or made[0][0]
         else:

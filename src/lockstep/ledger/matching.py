@@ -87,6 +87,7 @@ def read_request(
     plain, specs = plain_messages(messages, cached.plain), plain_tools(tools)
     history = (*cached.history, *map(canonical, plain[len(cached.history) :]))
     key = canonical_tools(specs)
+    # Templates write the tools before the first message: with other tools no id would be the same.
     match = longest((root for root in roots if root.tools == key), history)
     if match.length == len(history):
         raise BadRequest(
@@ -160,11 +161,14 @@ def light_prompt(request: TurnRequest, renderer: Renderer) -> PromptPlan | None:
 def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, Match]:
     """Return whether the request contains turns that this session did not sample in that way."""
     match = request.match
+    # Only assistant messages claim something about what was sampled; others are simply new.
     if not has_assistant(request.history[match.length :]):
         return None, match
     if _imported(request.history, roots):
         return None, Match()
     other = longest((root for root in roots if root.tools != request.tools_key), request.history)
+    # The longer match is the better explanation: an agent that switches tools in the middle keeps
+    # its whole history, while an edit cuts the match short.
     if other.length > match.length:
         return "tools_changed", other
     return "edited_history", match
@@ -192,10 +196,13 @@ def _extended(
     dropped = False
     if renderer.thinking == "template":
         ids = node.ids().tolist()
+        # The template decides what it keeps of earlier thinking, so it has to render everything.
         whole = renderer.render_plain(_restored(request, node), request.tools)
         if whole[: len(ids)] == ids:
             return whole[len(ids) :], None
         dropped = any(turn.thought for turn in node.path())
+    # A turn that continues an aborted one has part of the reply in its prompt. The bridge needs the
+    # prompt that opened the reply, and all of the reply.
     opened = node
     while opened.continues and opened.parent is not None:
         opened = opened.parent

@@ -159,6 +159,8 @@ class PrefixCache:
             self._where[name] = at
             blocks.append(block)
             targets.append(at)
+        # Again, with the new blocks: they were added at the end, so that the first block of the
+        # chain would be evicted before them.
         self._touch(names)
         if blocks:
             self._from_slot(blocks, targets, slot)

@@ -94,6 +94,8 @@ class SessionWrites:
     async def _write_batch(self, cached: CachedSession, batch: list[WaitingTurn]) -> None:
         failures = 0
         for attempt in range(ATTEMPTS):
+            # Made again in every attempt: the number of a turn is its position behind those that
+            # were merged, and `append` succeeds only if the store has exactly the turns before it.
             made = self._make_turns(cached, batch)
             if not made:
                 return
@@ -106,10 +108,13 @@ class SessionWrites:
                     self._counts.unwritten += len(made)
                     _fail(batch, error)
                     return
+                # The connection may have broken after the commit. `_merge` then finds these turns
+                # in the store, so that they are not appended twice.
                 failures += 1
                 await asyncio.sleep(RETRY_SECONDS)
                 appended = False
             if appended or await self._merge(cached, made, batch, attempt):
+                # Only now: a turn in the ledger that the store lost would be in the next prompt.
                 cached.ledger.add_turns(made)
                 self._cache.touch(cached)
                 for turn in batch:

@@ -9,6 +9,7 @@ import msgspec
 
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, write_sampling
+from lockstep.protocol.dynamo.nvext import EXTRA_FIELDS
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.encode_generate import (
     refuse_grammar,
@@ -43,16 +44,6 @@ NVEXT = frozenset(
         "use_raw_prompt",
     }
 )
-EXTRA_FIELDS = (
-    "engine_data",
-    "completion_token_ids",
-    "prompt_token_ids",
-    "prompt_logprobs",
-    "routed_experts",
-    "worker_id",
-    "timing",
-)
-"""Names that Dynamo 1.6 knows; it silently ignores any other, so others are rejected here."""
 EXPERTS_FROM = "lockstep.experts:"
 """Prefix of an annotation: a Lockstep engine returns routed experts from the given row on. The
 extra field `routed_experts` would send them twice. Dynamo's own engines return them if started so.

@@ -28,6 +28,7 @@ EXTRA_FIELDS = (
     "worker_id",
     "timing",
 )
+"""Names that Dynamo 1.6 knows; it silently ignores any other, so others are rejected here."""
 ONE_CHOICE = frozenset({"engine_data", "completion_token_ids", "routed_experts", "worker_id"})
 """Fields that Dynamo's response has only once: with n > 1 those of other choices would be lost."""
 

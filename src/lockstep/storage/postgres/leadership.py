@@ -24,7 +24,8 @@ SEEN_SECONDS = 5.0
 CHANNEL = "leader"
 
 # The holder renews the lease. Another gateway gets it only after it has ended, and with a higher
-# generation.
+# generation. Generations start at the time in milliseconds: a store that was emptied or restored
+# from a backup must not give out a number that workers have obeyed before.
 HOLD = """
 INSERT INTO leader AS held (id, holder, address, generation, expires)
 VALUES (1, $1, $2, GREATEST($4::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint),

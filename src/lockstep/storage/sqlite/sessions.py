@@ -76,6 +76,8 @@ class SqliteSessionStore:
 
     async def append(self, entry: SessionEntry, new: NewTurns) -> bool:
         terms, grown = entry.terms, new.nbytes - entry.bytes
+        # Counted before the write: requests that arrive meanwhile are checked against limits and
+        # budget with this turn included.
         if terms is not None:
             entry.terms = terms.add_tokens(new.tokens)
         self._index.grow(entry, new.count, grown)
