@@ -202,7 +202,7 @@ def test_a_tokenizer_of_ones_own_needs_no_chat_template(renderer: Renderer) -> N
         Renderer(bare).render(QUESTION)
 
 
-@pytest.mark.parametrize("name", tokenizers.BARE)
+@pytest.mark.parametrize("name", ["llama2", "gemma2", "yi", "gpt2"])
 def test_a_tokenizer_without_a_template_reads_text_and_says_what_messages_need(
     name: str, real_tokenizer: Callable[[str], Path]
 ) -> None:
