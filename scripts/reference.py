@@ -25,7 +25,7 @@ from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.settings import PREFIX, Settings
 from lockstep.tokens import errors
-from lockstep.train.config import TrainConfig
+from lockstep.train.config import Range, TrainConfig
 from lockstep.worker.metrics import WorkerMetrics
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
@@ -145,7 +145,9 @@ def config_rows(kind: Any) -> Iterator[tuple[object, ...]]:
             raise SystemExit(f"{kind.__name__}.{each.name} has no help: Annotated[..., 'help']")
         made = each.default_factory
         default = made() if made is not MISSING else each.default
-        yield code(each.name), type_name(plain[each.name]), toml(default), helps[0]
+        ranges = [str(note) for note in get_args(full[each.name])[1:] if isinstance(note, Range)]
+        kind_name = ", ".join([type_name(plain[each.name]), *ranges])
+        yield code(each.name), kind_name, toml(default), helps[0]
 
 
 def train_page() -> str:

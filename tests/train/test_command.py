@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -82,10 +83,21 @@ def test_ctrl_c_prints_how_to_resume_and_the_run_resumes(stack: Stack, tmp_path:
     assert process.returncode == 130
     assert errors.startswith("Stopped; `lockstep train run.toml --resume` goes on"), errors
     steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    resumed = command(stack, tmp_path, "--resume", steps=steps + 1)
+    change = ("--change", "learner.lr=2e-4")
+    resumed = command(stack, tmp_path, "--resume", *change, steps=steps + 1)
     out, errors = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, errors
     assert f"step {steps + 1}/{steps + 1}  reward" in out
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    (changed,) = (event for event in events if event["kind"] == "change")
+    assert (changed["field"], changed["before"], changed["now"]) == ("learner.lr", 1e-4, 2e-4)
+    refused = command(stack, tmp_path, "--resume", steps=steps + 2)
+    _, errors = refused.communicate(timeout=120)
+    assert refused.returncode != 0
+    assert (
+        f"learner.lr is 0.0001, but the run in {tmp_path / 'run'} has 0.0002: restore it" in errors
+    )
+    assert "pass --change learner.lr=0.0001" in errors
 
 
 def test_a_run_directory_that_cannot_be_created_is_a_one_line_error(

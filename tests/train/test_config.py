@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.cli.training.run_config import parse_changes
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.config import TrainConfig
 
@@ -28,6 +30,20 @@ def test_the_example_is_a_valid_configuration() -> None:
         ({"rollout": {"groups": "16"}}, r"rollout\.groups is '16': expected int"),
         ({"rollout": {"groups": True}}, r"rollout\.groups is True: expected int"),
         ({"rollout": {"groups": 0}}, r"rollout\.groups is 0: expected 1 or more"),
+        ({"rollout": {"samples_shown": -1}}, r"rollout\.samples_shown is -1: expected 0 or more"),
+        ({"learner": {"max_grad_norm": -1.0}}, r"max_grad_norm is -1\.0: expected more than 0"),
+        ({"learner": {"max_grad_norm": 0}}, r"max_grad_norm is 0.*: expected more than 0"),
+        ({"learner": {"lr": float("nan")}}, r"learner\.lr is nan: expected more than 0"),
+        ({"learner": {"warmup_steps": -5}}, r"learner\.warmup_steps is -5: expected 0 or more"),
+        ({"learner": {"betas": [1.5, 2.0]}}, r"betas is \(1\.5, 2\.0\): expected 0 or more and l"),
+        ({"learner": {"weight_decay": -1}}, r"learner\.weight_decay is -1.*: expected 0 or more"),
+        ({"learner": {"lora_rank": -4}}, r"learner\.lora_rank is -4: expected 0 or more"),
+        ({"learner": {"lora_alpha": 0}}, r"learner\.lora_alpha is 0: expected 1 or more"),
+        ({"learner": {"device": "gpu"}}, r"learner\.device is 'gpu': expected cpu, cuda or cuda:N"),
+        ({"loss": {"mask_low": -0.5}}, r"loss\.mask_low is -0\.5: expected 0 or more"),
+        ({"loss": {"kl": -1}}, r"loss\.kl is -1.*: expected 0 or more"),
+        ({"eval": {"prompts": -2}}, r"eval\.prompts is -2: expected 0 or more"),
+        ({"seed": 10**400}, r"seed is 1000+: expected 0 or more and less than 9\.22337e\+18"),
         ({"rollout": {"group_size": 1}}, r"rollout\.group_size is 1: expected 2 or more"),
         ({"loop": {"mode": "both"}}, r"loop\.mode is 'both': expected one of 'sync', 'async'"),
         ({"learner": {"betas": [0.9]}}, r"learner\.betas is \[0\.9\]: expected a list of 2"),
@@ -64,3 +80,20 @@ def test_a_file_that_is_missing_or_not_toml_is_an_error(tmp_path: Path) -> None:
 def test_secrets_are_replaced_in_the_recorded_configuration() -> None:
     plain = TrainConfig.of({"serve": {"admin_token": "hush", "api_key": "hush"}}).to_dict()
     assert "hush" not in str(plain)
+
+
+def test_only_fields_that_decide_what_is_learnt_count_as_differences() -> None:
+    started = TrainConfig.of({"seed": 3, "sinks": ["jsonl", "wandb"]})
+    now = started.with_changes({"learner.lr": 2e-4, "loop.steps": 90, "rollout.concurrency": 1})
+    assert now.differences(json.loads(json.dumps(started.to_dict()))) == {
+        "learner.lr": (1e-4, 2e-4)
+    }
+    with pytest.raises(BadRequest, match=r"learner\.rate is not a field of the configuration"):
+        started.with_changes({"learner.rate": 1.0})
+
+
+def test_changes_on_the_command_line_are_toml_or_text() -> None:
+    changes = parse_changes(["learner.lr=1e-5", "env.name=calc", "learner.betas=[0.9, 0.99]"])
+    assert changes == {"learner.lr": 1e-5, "env.name": "calc", "learner.betas": [0.9, 0.99]}
+    with pytest.raises(BadRequest, match="--change seed: expected FIELD=VALUE"):
+        parse_changes(["seed"])

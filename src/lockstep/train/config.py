@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +23,36 @@ SinkName = Literal["jsonl", "wandb", "tensorboard", "trackio", "mlflow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The values that a number of the configuration may have, as an annotation of its field.
+
+    Infinity and NaN are never allowed. The numbers of a list must all be in the range.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, tuple | list):
+            return all(item in self for item in value)
+        return (
+            (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)))
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        parts = (
+            None if self.least is None else f"{self.least:g} or more",
+            None if self.above is None else f"more than {self.above:g}",
+            None if self.below is None else f"less than {self.below:g}",
+        )
+        return " and ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """The gateway that serves the policy."""
 
@@ -34,7 +66,9 @@ class ServeConfig:
     api_key: Annotated[str | None, "API key for the data URL, if it requires one."] = None
     model: Annotated[str | None, "Served model to train. Unset: the only one."] = None
     tokenizer: Annotated[str | None, "Directory or bundled name. Unset: the model's."] = None
-    retry_seconds: Annotated[float, "How long to retry while the fleet is unreachable."] = 300.0
+    retry_seconds: Annotated[
+        float, Range(least=0), "How long to retry while the fleet is unreachable."
+    ] = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +88,20 @@ class EnvConfig:
 class RolloutConfig:
     """How rollouts are sampled. A step plays `groups` tasks, each `group_size` times."""
 
-    groups: Annotated[int, "Tasks per step."] = 16
-    group_size: Annotated[int, "Rollouts per task. Rewards are compared within a group."] = 8
-    max_tokens: Annotated[int, "Maximum number of tokens per turn."] = 48
-    temperature: Annotated[float, "Sampling temperature."] = 1.0
+    groups: Annotated[int, Range(least=1), "Tasks per step."] = 16
+    group_size: Annotated[
+        int, Range(least=1), "Rollouts per task. Rewards are compared within a group."
+    ] = 8
+    max_tokens: Annotated[int, Range(least=1), "Maximum number of tokens per turn."] = 48
+    temperature: Annotated[float, Range(above=0), "Sampling temperature."] = 1.0
     logprobs: Annotated[LogprobMode, "processed; raw is allowed only at temperature 1."] = (
         "processed"
     )
-    concurrency: Annotated[int, "Maximum number of concurrent rollouts."] = 128
+    concurrency: Annotated[int, Range(least=1), "Maximum number of concurrent rollouts."] = 128
     experts: Annotated[bool, "Request the routed experts of every token."] = False
-    samples_shown: Annotated[int, "Conversations per step that are stored for the report."] = 2
+    samples_shown: Annotated[
+        int, Range(least=0), "Conversations per step that are stored for the report."
+    ] = 2
 
 
 GRPO_OPTIONS = ("mask", "mask_low", "mask_high", "kl")
@@ -84,9 +122,13 @@ class LossConfig:
         False
     )
     mask: Annotated[Literal["dppo", "ipo", "none"], "Which tokens to leave out (grpo)."] = "dppo"
-    mask_low: Annotated[float, "Maximum decrease of a token's probability (grpo)."] = 0.2
-    mask_high: Annotated[float, "Maximum increase of a token's probability (grpo)."] = 0.2
-    kl: Annotated[float, "Weight of the squared log ratio (grpo)."] = 1e-3
+    mask_low: Annotated[
+        float, Range(least=0), "Maximum decrease of a token's probability (grpo)."
+    ] = 0.2
+    mask_high: Annotated[
+        float, Range(least=0), "Maximum increase of a token's probability (grpo)."
+    ] = 0.2
+    kl: Annotated[float, Range(least=0), "Weight of the squared log ratio (grpo)."] = 1e-3
     options: Annotated[Mapping[str, Any], "Options of losses other than grpo, by name."] = field(
         default_factory=dict
     )
@@ -129,26 +171,32 @@ class LearnerConfig:
     start. false trains in close mode. Unset, the run is exact where possible.
     """
 
-    lr: Annotated[float, "Learning rate of AdamW."] = 1e-4
-    warmup_steps: Annotated[int, "Steps over which the learning rate rises linearly from 0."] = 0
-    betas: Annotated[tuple[float, float], "Betas of AdamW."] = (0.9, 0.95)
-    weight_decay: Annotated[float, "Weight decay of AdamW."] = 0.0
-    max_grad_norm: Annotated[float, "Gradients are clipped to this norm."] = 1.0
+    lr: Annotated[float, Range(above=0), "Learning rate of AdamW."] = 1e-4
+    warmup_steps: Annotated[
+        int, Range(least=0), "Steps over which the learning rate rises linearly from 0."
+    ] = 0
+    betas: Annotated[tuple[float, float], Range(least=0, below=1), "Betas of AdamW."] = (0.9, 0.95)
+    weight_decay: Annotated[float, Range(least=0), "Weight decay of AdamW."] = 0.0
+    max_grad_norm: Annotated[float, Range(above=0), "Gradients are clipped to this norm."] = 1.0
     micro_batch: Annotated[
-        int, "Samples per forward pass. Passes with fewer than 4096 tokens take more."
+        int,
+        Range(least=1),
+        "Samples per forward pass. Passes with fewer than 4096 tokens take more.",
     ] = 32
     device: Annotated[str, "cpu or cuda."] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], "Type of the trained weights."] = "float32"
-    threads: Annotated[int, "Number of torch threads."] = 1
+    threads: Annotated[int, Range(least=1), "Number of torch threads."] = 1
     exact: Annotated[
         bool | None, "Require the engine's bits (true) or not (false). Unset: where possible."
     ] = None
     replay_experts: Annotated[bool, "Route each token to the experts that the engine chose."] = True
     probe_tolerance: Annotated[
-        float | None, "Tolerance of the probe that proves an update. Unset: measured."
+        float | None,
+        Range(least=0),
+        "Tolerance of the probe that proves an update. Unset: measured.",
     ] = None
-    lora_rank: Annotated[int, "Rank of the LoRA adapter. 0 trains all weights."] = 0
-    lora_alpha: Annotated[int, "Alpha of the adapter."] = 32
+    lora_rank: Annotated[int, Range(least=0), "Rank of the LoRA adapter. 0 trains all weights."] = 0
+    lora_alpha: Annotated[int, Range(least=1), "Alpha of the adapter."] = 32
     lora_targets: Annotated[tuple[str, ...], "Modules that get an adapter."] = (
         "q_proj",
         "k_proj",
@@ -168,9 +216,9 @@ class LoopConfig:
     """
 
     mode: Annotated[Literal["sync", "async"], "Wait for each update, or sample meanwhile."] = "sync"
-    steps: Annotated[int, "Number of training steps."] = 30
+    steps: Annotated[int, Range(least=1), "Number of training steps."] = 30
     max_off_policy: Annotated[
-        int, "Maximum age of a token in updates. Older tokens are dropped (async)."
+        int, Range(least=0), "Maximum age of a token in updates. Older tokens are dropped (async)."
     ] = 4
     mixed: Annotated[Handling, "What to do with samples of several weight versions."] = "keep"
     aborted: Annotated[Handling, "What to do with samples that have an aborted turn."] = "mask"
@@ -182,16 +230,20 @@ class LoopConfig:
         "In sync mode, require the newest version for rollouts. Unset: if all workers support it, "
         "as Lockstep's do.",
     ] = None
-    keep_checkpoints: Annotated[int, "Number of checkpoints to keep on disk."] = 3
-    max_skipped: Annotated[int, "Maximum number of skipped steps in a row."] = 3
+    keep_checkpoints: Annotated[int, Range(least=1), "Number of checkpoints to keep on disk."] = 3
+    max_skipped: Annotated[int, Range(least=0), "Maximum number of skipped steps in a row."] = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Evaluation on held-out prompts, before and after training."""
 
-    prompts: Annotated[int, "Number of held-out prompts. 0 disables evaluation."] = 64
-    every: Annotated[int, "Also evaluate every so many steps. 0: only before and after."] = 0
+    prompts: Annotated[
+        int, Range(least=0), "Number of held-out prompts. 0 disables evaluation."
+    ] = 64
+    every: Annotated[
+        int, Range(least=0), "Also evaluate every so many steps. 0: only before and after."
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +267,7 @@ class TrainConfig:
 
     model: Annotated[str, "Weights that training starts from: bundled name or directory."] = "tiny"
     run_dir: Annotated[str, "Directory for checkpoints, metrics and samples."] = "run"
-    seed: Annotated[int, "Seed of tasks, sampling and learning."] = 0
+    seed: Annotated[int, Range(least=0, below=2**63), "Seed of tasks, sampling and learning."] = 0
     sinks: Annotated[
         tuple[SinkName, ...],
         "Trackers that also receive the metrics. jsonl, in the run directory, is always written.",
@@ -237,24 +289,16 @@ class TrainConfig:
                     value = getattr(value, part)
                 raise BadRequest(f"{name} is {value!r}: expected {expected}", param=name)
 
-        counts = {"rollout": ("groups", "max_tokens", "concurrency"),
-                  "loop": ("steps", "keep_checkpoints"),
-                  "learner": ("micro_batch", "threads")}  # fmt: skip
-        for section, keys in counts.items():
-            for key in keys:
-                require(getattr(getattr(self, section), key) >= 1, f"{section}.{key}", "1 or more")
+        _check_ranges(self, "")
+        require(re.fullmatch(r"cpu|cuda(:\d+)?", self.learner.device) is not None, "learner.device",
+                "cpu, cuda or cuda:N")  # fmt: skip
         loss, _ = self.loss.load()
         from_teacher = loss.learns_from == "teacher"
         require(from_teacher or self.rollout.group_size >= 2, "rollout.group_size",
                 "2 or more, as rewards are compared within a group")  # fmt: skip
-        require(self.rollout.group_size >= 1, "rollout.group_size", "1 or more")
-        require(self.rollout.temperature > 0, "rollout.temperature", "more than 0")
         require(self.rollout.temperature == 1.0 or self.rollout.logprobs == "processed",
                 "rollout.logprobs", "'processed' when rollout.temperature is not 1: raw logprobs "
                 "are not those of the distribution that was sampled from")  # fmt: skip
-        require(self.learner.lr > 0, "learner.lr", "more than 0")
-        require(self.loop.max_off_policy >= 0, "loop.max_off_policy", "0 or more")
-        require(self.loop.max_skipped >= 0, "loop.max_skipped", "0 or more")
         require(not from_teacher or bool(self.teacher.url), "teacher.url",
                 f"the URL of a teacher, as loss.kind is {self.loss.kind!r}")  # fmt: skip
 
@@ -278,6 +322,29 @@ class TrainConfig:
         except msgspec.ValidationError as error:
             raise _explain(str(error), raw) from None
 
+    def with_changes(self, changes: Mapping[str, Any]) -> TrainConfig:
+        """Return the run with other values of fields, by name ("learner.lr"). Raises BadRequest."""
+        raw = asdict(self)
+        for name, value in changes.items():
+            section, _, key = name.rpartition(".")
+            fields = raw.get(section) if section else raw
+            if not isinstance(fields, dict) or key not in fields:
+                raise BadRequest(f"{name} is not a field of the configuration", param=name)
+            fields[key] = value
+        return type(self).of(raw)
+
+    def differences(self, started: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the fields that decide what a run learns and differ from those it started with.
+
+        `started` is the `to_dict` of the run. The values are (started with, now).
+        """
+        before, now = _flat(started), _flat(json.loads(json.dumps(self.to_dict())))
+        return {
+            name: (before[name], value)
+            for name, value in now.items()
+            if name in before and before[name] != value and not name.startswith(FREE_TO_CHANGE)
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return the run as `of` takes it, with secrets replaced by ***."""
         plain = asdict(self)
@@ -287,8 +354,34 @@ class TrainConfig:
         return plain
 
 
+FREE_TO_CHANGE = (
+    "run_dir", "sinks", "serve.", "eval.", "teacher.url", "teacher.api_key", "loop.steps",
+    "loop.keep_checkpoints", "loop.max_skipped", "rollout.concurrency", "rollout.samples_shown",
+    "learner.device", "learner.threads", "learner.exact", "learner.probe_tolerance",
+)  # fmt: skip
+"""Fields that a resumed run may change without notice: they do not decide what it learns."""
 TYPE_NAMES = {"object": "a table", "array": "a list", "bool": "true or false"}
 PROBLEM = re.compile(r"(?:Expected `([^`]*)`(?: of length (\d+))?)?.*? - at `\$\.(.*)`$")
+
+
+def _check_ranges(section: Any, path: str) -> None:
+    """Raise BadRequest for the first number that is outside the range of its field."""
+    for name, hint in get_type_hints(type(section), include_extras=True).items():
+        value, place = getattr(section, name), f"{path}{name}"
+        if is_dataclass(value):
+            _check_ranges(value, f"{place}.")
+        for allowed in getattr(hint, "__metadata__", ()):
+            if isinstance(allowed, Range) and value is not None and value not in allowed:
+                raise BadRequest(f"{place} is {value!r}: expected {allowed}", param=place)
+
+
+def _flat(raw: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with names such as learner.lr."""
+    flat: dict[str, Any] = {}
+    for name, value in raw.items():
+        nested = isinstance(value, Mapping) and name != "options"
+        flat |= _flat(value, f"{path}{name}.") if nested else {f"{path}{name}": value}
+    return flat
 
 
 def _check_names(kind: Any, raw: Mapping[str, Any], path: str) -> None:

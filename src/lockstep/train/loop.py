@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
@@ -52,6 +53,7 @@ class Trainer:
         fleet: FleetLike | None = None,
         environment: Environment | None = None,
         resume: bool = False,
+        changes: Collection[str] = (),
     ) -> None:
         self.config = config
         self.directory = RunDirectory(config.run_dir)
@@ -59,7 +61,7 @@ class Trainer:
         self._admin = admin_url or config.serve.admin_url, admin_token or config.serve.admin_token
         self._fleet = fleet
         self._environment = environment or load_environment(config.env.name, config.env.options)
-        self._resume = resume
+        self._resume, self._changes = resume, changes
         self._retry = RetryPolicy(config.serve.retry_seconds)
         # Torch runs in one thread of its own, so that the event loop stays free for rollouts.
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="learner")
@@ -67,7 +69,8 @@ class Trainer:
     async def run(self, on_step: OnStep | None = None) -> RunResult:
         """Train to the last step and evaluate. Raises errors that retrying did not resolve.
 
-        With `resume`, an interrupted run continues from its last stable checkpoint.
+        With `resume`, an interrupted run continues from its last stable checkpoint. A field that
+        decides what it learns must be as it was when the run started, unless `changes` names it.
         """
         check_sinks(self.config.sinks)
         async with AsyncExitStack() as stack:
@@ -150,6 +153,7 @@ class Trainer:
             await self._in_thread(self._steps.save, 0, None)
             await self._steps.publish(0)
             return 0
+        self._record_changes(step)
         reported = self.directory.rewind(step)
         self._open_sinks(stack)
         learner = await self._open_steps(exactness, step, on_step)
@@ -164,6 +168,20 @@ class Trainer:
         if not reported and state["metrics"] is not None:
             self._steps.report(StepMetrics.from_json(state["metrics"]), published)
         return step
+
+    def _record_changes(self, step: int) -> None:
+        """Note the changed fields of a resumed run. Raises Conflict for one that was not named."""
+        changed = self.config.differences(self.directory.run()["config"])
+        for name, (before, now) in changed.items():
+            if name not in self._changes:
+                raise Conflict(
+                    f"{name} is {now!r}, but the run in {self.directory.path} has {before!r}: "
+                    f"restore it, or pass --change {name}={json.dumps(now)} to change it from step "
+                    f"{step + 1} on",
+                    param=name,
+                )
+            self.directory.event("change", step=step, field=name, before=before, now=now)
+        self.directory.write_run(config=self.config.to_dict())
 
     def _open_sinks(self, stack: AsyncExitStack) -> None:
         """Open the trackers. A failure of a tracker becomes an event of the run."""

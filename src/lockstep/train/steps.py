@@ -100,12 +100,14 @@ class StepRunner:
         self._check_mismatch(draft)
         await self.settle()  # the saved state names every version that was published before
         await self.wait_synced()
+        env, count = self.config.env.name, self.config.rollout.samples_shown
+        tokenizer = self.policy.renderer().tokenizer
+        # Before the checkpoint: a resume drops the rows of steps that have none, but cannot make
+        # up the rows of a step that has one.
+        self.directory.samples(transcripts(step, env, batch, outcome.logprobs, tokenizer, count))
         at = perf_counter()
         await self.in_thread(self.save, step, draft)
         save_seconds = perf_counter() - at
-        env, count = self.config.env.name, self.config.rollout.samples_shown
-        tokenizer = self.policy.renderer().tokenizer
-        self.directory.samples(transcripts(step, env, batch, outcome.logprobs, tokenizer, count))
         draft = replace(draft, time_save=save_seconds)
         # Async mode: the next step is learnt while the fleet stages and proves this one.
         if on_served is None:

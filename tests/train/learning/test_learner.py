@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
 from lockstep.tokens import Sample
-from lockstep.tokens.errors import BadExperts, Conflict
+from lockstep.tokens.errors import BadExperts, BadRequest, Conflict
 from lockstep.tokens.grammar import Grammar
 from lockstep.train.config import LearnerConfig, TrainConfig
 from lockstep.train.learning.learner import Learner
@@ -137,6 +137,11 @@ def test_the_first_probe_has_the_logprobs_of_the_weights_before_it(
     assert zeroth.previous == zeroth.logprobs
     assert (one.previous, two.previous) == (zeroth.logprobs, one.logprobs)
     assert len({zeroth.logprobs, one.logprobs, two.logprobs}) == 3
+
+
+def test_an_unknown_lora_target_is_an_error_that_names_it() -> None:
+    with pytest.raises(BadRequest, match=r"learner\.lora_targets is \['qproj'\]: .*not found"):
+        learner(lora_rank=4, lora_targets=("qproj",))
 
 
 def test_lora_trains_the_adapter_only_and_starts_without_a_mismatch(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.running_gateways import find_control_plane
 from lockstep.settings import Settings
+from lockstep.tokens.errors import BadRequest
 
 if TYPE_CHECKING:
     from lockstep.train.config import TrainConfig
@@ -31,3 +34,17 @@ def read_run(config: Path) -> TrainConfig:
         _, token = find_control_plane(run.serve.admin_url, None, Settings.read())
         run = replace(run, serve=replace(run.serve, admin_token=token))
     return run
+
+
+def parse_changes(arguments: Iterable[str]) -> dict[str, Any]:
+    """Return the fields and values of `FIELD=VALUE` arguments. A value is TOML, or else text."""
+    changes: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals:
+            raise BadRequest(f"--change {argument}: expected FIELD=VALUE", param="--change")
+        try:
+            changes[name] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            changes[name] = text
+    return changes

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.output import print_json
-from lockstep.cli.training.run_config import read_run
+from lockstep.cli.training.run_config import parse_changes, read_run
 from lockstep.progress import Progress
+from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -27,6 +28,14 @@ def train(
         bool,
         typer.Option("--resume", help="Continue from the last complete checkpoint in run_dir."),
     ] = False,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="With --resume: change a field of the run from here on, such as learner.lr=1e-5; "
+            "the change is recorded. May be repeated.",
+        ),
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Fail unless trainer and workers compute the same bits."),
@@ -66,6 +75,12 @@ def train(
     from lockstep.train.records.sinks import check_sinks
 
     run = read_run(config)
+    changes = parse_changes(change or [])
+    if changes and not resume:
+        raise BadRequest(
+            f"--change {next(iter(changes))} is for --resume: set it in {config}", param="--change"
+        )
+    run = run.with_changes(changes)
     if exact:
         run = replace(run, learner=replace(run.learner, exact=True))
     if env is not None:
@@ -74,7 +89,7 @@ def train(
         run = replace(run, env=replace(run.env, name=env, options=options))
     if track:
         run = replace(run, sinks=(*run.sinks, *check_sinks(track)))
-    trainer = Trainer(run, resume=resume)
+    trainer = Trainer(run, resume=resume, changes=changes)
     with Progress("Training", run.loop.steps, visible=not as_json) as progress:
 
         def on_step(metrics: StepMetrics) -> None:

@@ -105,7 +105,13 @@ class Learner:
             task_type="CAUSAL_LM",
         )
         # Workers hold an adapter in the dtype of the model, so the trainer must as well.
-        return get_peft_model(model, adapter, autocast_adapter_dtype=False)
+        try:
+            return get_peft_model(model, adapter, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise BadRequest(
+                f"learner.lora_targets is {list(learner.lora_targets)}: {error}",
+                param="learner.lora_targets",
+            ) from None
 
     # One step
 
