@@ -26,6 +26,7 @@ from lockstep.engine.sampler import Sampled
 from lockstep.engine.scheduler import Scheduler
 from lockstep.engine.scoring import score_sequences
 from lockstep.engine.sequence import EngineRequest, RequestHandle, Sequence, StreamedToken
+from lockstep.engine.text.grammar_process import GrammarMatcher, wait_for_masks
 from lockstep.engine.text.grammars import Grammars
 from lockstep.engine.text.vocabulary import Vocabulary
 from lockstep.engine.weights.served import ServedWeights
@@ -45,6 +46,10 @@ from lockstep.tokens.operation import PauseMode
 if TYPE_CHECKING:
     from lockstep.engine.cuda.overlapped import OverlappedRunner
 
+MASK_GRACE_SECONDS = 0.01
+"""Longest that a step waits for a mask. A sequence whose mask takes longer misses steps."""
+IDLE_WAIT_SECONDS = 0.05
+"""Longest that the engine's thread waits for masks when nothing else can be computed."""
 State = Literal["running", "draining", "paused"]
 
 
@@ -121,7 +126,6 @@ class Core:
         self.check(request)
         seed = request.sampling.seed
         base = secrets.randbits(64) if seed is None else seed
-        grammar = request.sampling.grammar
         leader: Sequence | None = None
         for index in range(request.sampling.n):
             sequence = Sequence(
@@ -131,13 +135,17 @@ class Core:
                 self.max_len,
                 self.config.eos_ids,
                 self.vocabulary,
-                None if grammar is None else self.grammars.matcher(grammar),
+                self._matcher(handle),
                 leader,
             )
             leader = leader or sequence
             handle.sequences.append(sequence)
             self.handles[sequence] = handle
             self.scheduler.add(sequence)
+
+    def _matcher(self, handle: RequestHandle) -> GrammarMatcher | None:
+        grammar = handle.request.sampling.grammar
+        return None if grammar is None else self.grammars.matcher(grammar, handle.grammar)
 
     def check(self, request: EngineRequest) -> None:
         """Raise the error that says why this engine cannot run the request."""
@@ -229,8 +237,13 @@ class Core:
             self._check_drained()
             return
         self._admit()
-        works = self.scheduler.plan()
+        late = self._wait_for_masks()
+        # A sequence without its mask misses this step. Its slot stays as it is.
+        works = [
+            work for work in self.scheduler.plan() if not work.samples or work.sequence not in late
+        ]
         if not works:
+            wait_for_masks(late.values(), IDLE_WAIT_SECONDS)
             return
         self.steps += 1
         if self.overlapped is not None:
@@ -247,6 +260,23 @@ class Core:
         for work, sampled in result.sampled:
             self.take(work.sequence, sampled)
         self._check_drained()
+
+    def _wait_for_masks(self) -> dict[Sequence, GrammarMatcher]:
+        """Wait briefly for the masks of running sequences; return those without one.
+
+        A grammar may be slow to advance. If steps waited for it, its request would slow down all
+        others.
+        """
+        matchers = {s: s.matcher for s in self.scheduler.running if s.matcher is not None}
+        # A mask that was late before gets no second grace, so it delays one step and not many.
+        wait_for_masks([m for m in matchers.values() if not m.late], MASK_GRACE_SECONDS)
+        late: dict[Sequence, GrammarMatcher] = {}
+        for sequence, matcher in matchers.items():
+            if not matcher.ready:
+                late[sequence], matcher.late = matcher, True
+            elif sequence.undecided and (finish := sequence.decide()):
+                self._finish(sequence, finish)
+        return late
 
     def score(
         self, token_ids: list[int], *, adapter: str | None = None, weights: Weights | None = None
@@ -347,6 +377,9 @@ class Core:
         handle = self.handles.get(sequence)
         if handle is None:
             return
+        if sequence.error is not None:
+            self._fail(handle, sequence.error)
+            return
         if not usable(sampled.logprob):
             self._fail_broken(sequence, sampled.logprob)
             return
@@ -388,11 +421,14 @@ class Core:
     def _fail_broken(self, sequence: Sequence, logprob: float = float("nan")) -> None:
         if (handle := self.handles.get(sequence)) is None:
             return
-        if sequence.matcher is not None and sequence.matcher.error:
+        matcher, grammar = sequence.matcher, sequence.request.sampling.grammar
+        if matcher is not None and grammar is not None and matcher.process.error:
+            self._fail(handle, self.grammars.reject(grammar, matcher.process.error))
+        elif matcher is not None and matcher.error:
             self._fail(
                 handle,
                 BadRequest(
-                    f"the grammar could not be followed to its end: {sequence.matcher.error}",
+                    f"the grammar could not be followed to its end: {matcher.error}",
                     param="structured_outputs",
                 ),
             )

@@ -21,6 +21,8 @@ from lockstep.engine.numerics.block_shapes import shared_products_hold
 from lockstep.engine.options import EngineOptions
 from lockstep.engine.sequence import EngineRequest, Event, RequestHandle, StreamedToken
 from lockstep.engine.step_health import StepHealth
+from lockstep.engine.text.grammar_process import GrammarProcess
+from lockstep.engine.text.grammar_shares import GrammarShares
 from lockstep.engine.weights.weights import Weights
 from lockstep.models import bundled
 from lockstep.tokens import Completion, LockstepError
@@ -63,6 +65,7 @@ class Engine:
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-engine", daemon=True)
         self._health = StepHealth(self.core)
+        self._grammar_shares = GrammarShares()
         self._mutation = threading.Lock()
         self._staged: Weights | None = None
 
@@ -83,6 +86,8 @@ class Engine:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
+        self.core.grammars.close()
+        self._grammar_shares.close()
 
     @property
     def alive(self) -> bool:
@@ -128,8 +133,8 @@ class Engine:
     async def check(self, request: EngineRequest) -> None:
         """Raise the error that `generate` would raise before sampling the first token."""
         self._check_healthy()
-        await self._prepare(request)
-        await self._call(lambda: self.core.check(request))
+        async with self._prepared(request):
+            await self._call(lambda: self.core.check(request))
 
     async def score_all(
         self, sequences: list[list[int]], *, adapter: str | None = None, staged: bool = False
@@ -427,22 +432,32 @@ class Engine:
             self._outbox.setdefault(loop, []).append(lambda: events.put_nowait(event))
 
         handle = RequestHandle(request, deliver, stream=stream)
-        await self._prepare(request)
-        try:
-            await self._call(lambda: self.core.submit(handle))
-            yield events
-        finally:
-            # Reached also when the caller is cancelled during submission: the drop is queued
-            # behind the submit, so the request cannot stay in the engine without a caller.
-            if not handle.ended:
-                self._post(lambda: self.core.drop(handle))
+        async with self._prepared(request) as handle.grammar:
+            try:
+                await self._call(lambda: self.core.submit(handle))
+                yield events
+            finally:
+                # Reached also when the caller is cancelled during submission: the drop is queued
+                # behind the submit, so the request cannot stay in the engine without a caller.
+                if not handle.ended:
+                    self._post(lambda: self.core.drop(handle))
 
-    async def _prepare(self, request: EngineRequest) -> None:
-        """Load the tokenizer or grammar a request needs, in a thread, while steps keep running."""
+    @asynccontextmanager
+    async def _prepared(self, request: EngineRequest) -> AsyncIterator[GrammarProcess | None]:
+        """Load the tokenizer and grammar a request needs, in a thread, while steps keep running.
+
+        Yields the process of its grammar, which is kept for the request until the block exits.
+        """
         if request.sampling.stop:
             await asyncio.to_thread(self.core.vocabulary.load, "stop")
-        if request.sampling.grammar is not None:
-            await asyncio.to_thread(self.core.grammars.compile, request.sampling.grammar)
+        grammar = request.sampling.grammar
+        if grammar is None:
+            yield None
+            return
+        async with self._grammar_shares.hold(request.tenant, grammar):
+            yield await self._grammar_shares.compile(
+                request.tenant, lambda: self.core.grammars.compile(grammar)
+            )
 
     def _mutating(self, operation: str) -> _Exclusive:
         return _Exclusive(self._mutation, operation)

@@ -19,7 +19,7 @@ from lockstep.engine.scheduler import Work
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.text.grammars import Grammars
 from lockstep.engine.weights.weights import Weights
-from lockstep.tokens import PromptLogprob, ShapedSpan
+from lockstep.tokens import LockstepError, PromptLogprob, ShapedSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,21 @@ class ModelRunner:
         sequence, options = work.sequence, work.sequence.request.sampling
         first = sequence.computed + 1
         targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]
-        if not targets or options.prompt_logprobs is None:
+        if not targets or options.prompt_logprobs is None or sequence.error is not None:
             return
         adapters = [sequence.adapter] * len(targets)
         logits = self._model.logits(weights, hidden, range(row, row + len(targets)), adapters)
         if (options.logprob_mode or self._mode) == "processed":
             spans = self._scored_spans(sequence, first, len(targets))
             window = sequence.tokens[: first + len(targets)]
-            logits = process_spans(
-                logits, window, spans, options.temperature, first=first, grammars=self._grammars
-            )
+            try:
+                logits = process_spans(
+                    logits, window, spans, options.temperature, first=first, grammars=self._grammars
+                )
+            except LockstepError as error:
+                # Not raised: that would fail the other requests of the step as well.
+                sequence.error = error
+                return
         logprobs = torch.log_softmax(logits, dim=-1)
         ids = torch.tensor(targets, device=hidden.device)
         token_logprobs, ranks = score(logprobs, ids)

@@ -12,7 +12,7 @@ from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.processing import TokenCounts
 from lockstep.engine.sampler import Sampled
-from lockstep.engine.text.grammars import GrammarMatcher
+from lockstep.engine.text.grammar_process import GrammarMatcher, GrammarProcess
 from lockstep.engine.text.vocabulary import Vocabulary
 from lockstep.tokens import Completion, Finish, LockstepError, PromptLogprob, Ranked, Sampling
 from lockstep.tokens.errors import BadRequest, PromptTooLong
@@ -28,7 +28,8 @@ class EngineRequest:
 
     A lower `priority` runs sooner. `experts_start` requests routed experts from that token on.
     `weight_version` requires every token to be sampled under exactly that version;
-    `min_weight_version` requires that the version has been committed here, now or earlier.
+    `min_weight_version` requires that the version has been committed here, now or earlier. `tenant`
+    is the caller whose share of the grammar processes the request uses.
     """
 
     prompt_ids: list[int]
@@ -41,6 +42,7 @@ class EngineRequest:
     weight_version: str | None = None
     min_weight_version: str | None = None
     skip_prefix_cache: bool = False
+    tenant: str = ""
 
     def check(self, config: ModelConfig, max_len: int) -> None:
         """Raise BadTokenId, PromptTooLong or BadRequest if this model cannot run the request."""
@@ -128,6 +130,8 @@ class Sequence:
         self._vocabulary = vocabulary
         self.counts: TokenCounts | None = None
         self.matcher = matcher
+        self.error: LockstepError | None = None
+        """Why the prompt could not be scored. The choice fails with it at its next token."""
 
     @property
     def output_ids(self) -> list[int]:
@@ -174,12 +178,26 @@ class Sequence:
             return "stop"
         if self.matcher is not None and token not in self.end_ids:
             self.matcher.consume(token)
-            if self.matcher.complete and not self.end_ids:
-                return "stop"  # the request has no end token that the model could sample
         if token in self.request.sampling.stop_token_ids:
             self.stop_token = token
             return "stop"
         if self._stops is not None and self._completes_stop(self._stops, token):
+            return "stop"
+        if self.undecided:
+            return None
+        return "length" if len(self.tokens) >= self.max_total else None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether only the grammar can end the choice: the request has no end token.
+
+        `decide` then returns the finish reason, once the state of the matcher is known.
+        """
+        return self.matcher is not None and not self.end_ids and self.generated > 0
+
+    def decide(self) -> Finish | None:
+        """Return the finish reason of an undecided choice after its last token, or None."""
+        if self.matcher is not None and self.matcher.complete:
             return "stop"
         return "length" if len(self.tokens) >= self.max_total else None
 
@@ -221,6 +239,8 @@ class RequestHandle:
         self.request = request
         self.deliver = deliver
         self.stream = stream
+        self.grammar: GrammarProcess | None = None
+        """The compiled grammar of the request, if it has one."""
         self.sequences: list[Sequence] = []
         self.completions: dict[int, Completion] = {}
 

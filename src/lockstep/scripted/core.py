@@ -160,6 +160,9 @@ class ScriptedCore(Core):
 
     def _speak(self, sequence: Sequence) -> None:
         """Emit one token of a sequence, or the error that the script defines after the last."""
+        if sequence.undecided and (finish := sequence.decide()):
+            self._finish(sequence, finish)
+            return
         speech, sampling = self._speeches[sequence], sequence.request.sampling
         rule, position = speech.reply.rule, sequence.generated
         if rule.error is not None and position >= rule.error.after_tokens:

@@ -5,6 +5,7 @@ LockstepError
 │   ├── UnknownField               a field that the server does not know
 │   ├── UnsupportedField           a known field at a value that the server does not support
 │   ├── BadTokenId                 empty, negative, out of vocabulary or not an integer
+│   ├── GrammarLimit               a grammar that takes too much CPU time, memory or stack
 │   └── PromptTooLong              the context cannot hold one more token
 ├── Unauthorized              401  no token, or the wrong one
 ├── Forbidden                 403  a path, host or key that is not allowed here
@@ -105,6 +106,12 @@ class UnsupportedField(BadRequest):
 
 class BadTokenId(BadRequest):
     code = "bad_token_id"
+
+
+class GrammarLimit(BadRequest):
+    """The grammar exceeded a limit of the process that compiles and advances it."""
+
+    code = "grammar_limit"
 
 
 class PromptTooLong(BadRequest):

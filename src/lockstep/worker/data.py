@@ -22,7 +22,7 @@ from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, json_respons
 from lockstep.http.http_request import read_body, unless_gone
 from lockstep.http.off_loop import is_large_response, off_loop
 from lockstep.protocol.common.model_card import ModelCard, ModelList
-from lockstep.protocol.common.request_id import check_request_id
+from lockstep.protocol.common.request_id import check_request_id, scope_of
 from lockstep.protocol.json.strict import LIMITS, RequestLimits
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
@@ -152,6 +152,7 @@ class DataPlane:
             weight_version=body.weight_version,
             min_weight_version=body.min_weight_version,
             skip_prefix_cache=bool(body.sampling_params.skip_reading_prefix_cache),
+            tenant=scope_of(request_id),
         )
 
     def _experts_start(self, body: GenerateBody) -> int | None:

@@ -11,11 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.engine.text.grammar_server import JSON_OPTIONS
 from lockstep.tokens.errors import BadRequest
 
 TEXT = r"/(.|\n)*/"
-JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,20}"}
-"""Limits of whitespace in JSON. Without them a model may emit spaces until max_tokens."""
 
 
 class TagGrammar:
@@ -36,7 +35,7 @@ class TagGrammar:
         try:
             tag = json.loads(text)
             start = self._rule(tag["format"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadRequest(
                 f"structural_tag cannot be read ({error!r}): expected "
                 '{"type": "structural_tag", "format": {...}}',

@@ -20,7 +20,7 @@ class Vocabulary:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / FILE
+        self.path = directory / FILE
         self._lock = threading.Lock()
 
     def load(self, field: str) -> None:
@@ -28,9 +28,9 @@ class Vocabulary:
 
         `field` is the request option that needs it.
         """
-        if not self._path.is_file():
+        if not self.path.is_file():
             raise UnsupportedField(
-                f"{field} needs the model's tokenizer, but {self._path} does not exist: put it "
+                f"{field} needs the model's tokenizer, but {self.path} does not exist: put it "
                 "there, or stop by token ids (stop_token_ids)",
                 param=field,
             )
@@ -54,7 +54,7 @@ class Vocabulary:
         """The tokenizer of the `tokenizers` package."""
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(self._path))
+        return Tokenizer.from_file(str(self.path))
 
     @cached_property
     def _table(self) -> TokenBytesTable:
