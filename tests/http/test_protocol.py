@@ -57,6 +57,23 @@ async def test_more_requests_than_are_read_ahead_are_still_answered_in_their_ord
         assert [(await peer.response())[1] for _ in bodies] == bodies
 
 
+@pytest.mark.parametrize("size", [100, 100_000, 3_000_000])
+async def test_a_client_that_leaves_is_noticed_whatever_the_size_of_its_body(size: int) -> None:
+    handlers = Handlers()
+    async with talking(handlers) as peer:
+        peer.send(f"POST /wait {HOST}\ncontent-length: {size}", b"x" * size)
+        await asyncio.wait_for(handlers.begun.wait(), 60)
+        peer.writer.close()
+        await asyncio.wait_for(handlers.left.wait(), 60)
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "chunked, chunked", "identity"])
+async def test_a_transfer_coding_other_than_chunked_is_refused(coding: str) -> None:
+    async with talking(Handlers()) as peer:
+        peer.send(f"POST /echo {HOST}\ntransfer-encoding: {coding}", b"0\r\n\r\n")
+        assert (await peer.rest()).startswith(b"HTTP/1.1 400 ")
+
+
 async def test_a_client_that_sends_far_ahead_is_made_to_wait() -> None:
     handlers = Handlers()
     limits = ServerLimits(pipelined_bytes=1000, sweep_seconds=0.02)

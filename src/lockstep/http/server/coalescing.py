@@ -20,6 +20,7 @@ class CoalescingTransport:
         self._loop = loop
         self._pieces: list[bytes] = []
         self._size = 0
+        self._written = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -29,11 +30,16 @@ class CoalescingTransport:
             self._loop.call_soon(self._flush)
         self._pieces.append(data)
         self._size += len(data)
+        self._written += len(data)
         if self._size > HELD_BYTES:
             self._flush()
 
     def get_write_buffer_size(self) -> int:
         return self._size + self._transport.get_write_buffer_size()
+
+    def sent_bytes(self) -> int:
+        """Return how many bytes the kernel has taken."""
+        return self._written - self.get_write_buffer_size()
 
     def write_eof(self) -> None:
         """Ends the sending side after what was written."""

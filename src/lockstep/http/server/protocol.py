@@ -266,6 +266,12 @@ class HttpProtocol(HttpToolsProtocol):
             why = f"the request has {self._hosts} Host headers: send exactly one"
             self._refuse(400, why, "bad_host")
             return
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and [coding.strip().lower() for coding in codings] != [b"chunked"]:
+            excerpt = b", ".join(codings)[:100].decode("latin-1")
+            why = f"the transfer-encoding is {excerpt!r}: only chunked is supported"
+            self._refuse(400, why, "bad_request")
+            return
         super().on_headers_complete()
         self._in_body = True
         if not self.cycle.keep_alive:
@@ -287,6 +293,9 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._in_body = False
         super().on_message_complete()
+        # uvicorn pauses reading for a large body, and no handler resumes it after the last piece:
+        # a client that leaves would not be noticed.
+        self.flow.resume_reading()
         if self._last is self.cycle:
             self._ignores_input = True
             if self.cycle.response_complete:
@@ -401,8 +410,10 @@ class HttpProtocol(HttpToolsProtocol):
     def _waiting_for(self) -> tuple[str, int]:
         """What this connection waits for, and how far that is in bytes."""
         transport = self.transport
-        if self.flow.write_paused or transport.is_closing():
-            return "reader", -transport.get_write_buffer_size()
+        # Also a response that ended or goes on below the limit of the buffer: a client that reads
+        # it byte by byte would keep the connection for hours.
+        if self.flow.write_paused or transport.is_closing() or transport.get_write_buffer_size():
+            return "reader", cast(CoalescingTransport, transport).sent_bytes()
         if self._running is None and self._ignores_input and not self._in_body:
             return "refused", 0
         if self._in_head and not self._waits():
