@@ -19,6 +19,7 @@ from lockstep.protocol.json.strict import (
     depth,
     rough_values,
 )
+from lockstep.protocol.vllm.generate_request import decode_relayed
 from lockstep.tokens.errors import BadRequest, TooLarge
 
 TEXT = st.text(alphabet='ab"\\{}[],:\n é', max_size=8)
@@ -109,3 +110,29 @@ def test_lists_of_any_dialect_are_counted_by_their_name() -> None:
     with pytest.raises(BadRequest, match="more than 3 levels") as refused:
         RequestLimits(nesting=3).check(Body(metadata={"a": [[[[1]]]]}))
     assert refused.value.param == "metadata"
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"allowed_token_ids": [7] * 300_000}, "sampling_params.allowed_token_ids"),
+        ({"stop": ["x"] * 2000}, "sampling_params.stop"),
+        ({"bad_words": ["x"] * 2000}, "sampling_params.bad_words"),
+        ({"guided_choice": ["x"] * 5000}, "sampling_params.guided_choice"),
+        ({"structured_outputs": {"choice": ["x"] * 5000}},
+         "sampling_params.structured_outputs.choice"),
+    ],
+)  # fmt: skip
+def test_lists_of_sampling_options_are_bounded(params: dict[str, Any], field: str) -> None:
+    body = msgspec.json.encode({"token_ids": [1], "sampling_params": params})
+    fields, _ = decode_relayed(body)
+    with pytest.raises(BadRequest, match=r"--limit") as refused:
+        LIMITS.check(fields)
+    assert refused.value.param == field
+
+
+def test_repeated_ids_are_dropped() -> None:
+    params = {"allowed_token_ids": [7, 8, 7] * 1000, "stop_token_ids": [3, 3]}
+    fields, _ = decode_relayed(msgspec.json.encode({"token_ids": [1], "sampling_params": params}))
+    assert fields.sampling().allowed_token_ids == (7, 8)
+    assert fields.sampling().stop_token_ids == (3,)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.options import EngineOptions
-from lockstep.engine.processing import TokenCounts, penalizes, process_spans
+from lockstep.engine.processing import TokenCounts, TokenLists, penalizes, process_spans
 from lockstep.engine.sampler import Sampled, SamplingRow, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Work
 from lockstep.engine.sequence import Sequence
@@ -145,8 +145,12 @@ class ModelRunner:
     def sampling_row(self, sequence: Sequence) -> SamplingRow:
         """Return how to sample the next token of a sequence."""
         options = sequence.request.sampling
+        vocab, device = self._model.config.vocab_size, self._cache.k.device
+        if sequence.lists is None:
+            first = sequence.leader
+            lists = first.lists if first is not None else None
+            sequence.lists = lists or TokenLists.of(options, vocab, device)
         if sequence.counts is None and penalizes(options):
-            vocab, device = self._model.config.vocab_size, self._cache.k.device
             sequence.counts = TokenCounts(sequence.request.prompt_ids, vocab, device)
         return SamplingRow(
             options,
@@ -154,5 +158,6 @@ class ModelRunner:
             uniform(sequence.seed, sequence.generated),
             banned=sequence.end_ids if sequence.generated < options.min_tokens else (),
             counts=sequence.counts,
+            lists=sequence.lists,
             allowed=None if sequence.matcher is None else sequence.matcher.mask(sequence.end_ids),
         )

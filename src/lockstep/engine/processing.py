@@ -43,11 +43,38 @@ class TokenCounts:
         return twin
 
 
+class TokenLists:
+    """`logit_bias` and `allowed_token_ids` as rows of the vocabulary.
+
+    Made once for each request. With a list of thousands of tokens, making them takes longer than
+    the step of a small model.
+    """
+
+    def __init__(self, options: Sampling | Shaping, vocab: int, device: torch.device) -> None:
+        self.bias: Tensor | None = None
+        self.hidden: Tensor | None = None
+        if options.logit_bias:
+            self.bias = torch.zeros(vocab, device=device)
+            ids = torch.tensor(list(options.logit_bias), device=device)
+            self.bias[ids] = torch.tensor(list(options.logit_bias.values()), device=device)
+        if options.allowed_token_ids is not None:
+            self.hidden = torch.ones(vocab, dtype=torch.bool, device=device)
+            self.hidden[torch.tensor(options.allowed_token_ids, device=device)] = False
+
+    @classmethod
+    def of(cls, options: Sampling | Shaping, vocab: int, device: torch.device) -> TokenLists | None:
+        """Return the lists of these options, or None if there are none."""
+        if not options.logit_bias and options.allowed_token_ids is None:
+            return None
+        return cls(options, vocab, device)
+
+
 class LogitsRow(NamedTuple):
     """How to process one row of logits.
 
     `banned` tokens are hidden until min_tokens. `counts` are required when the options penalize
-    tokens. `allowed` is the mask of a grammar.
+    tokens. `allowed` is the mask of a grammar. `lists` are the options that list tokens, prepared
+    once for all rows of a request.
     """
 
     options: Sampling | Shaping
@@ -55,6 +82,7 @@ class LogitsRow(NamedTuple):
     banned: tuple[int, ...] = ()
     counts: TokenCounts | None = None
     allowed: Tensor | None = None
+    lists: TokenLists | None = None
 
     @property
     def edits(self) -> bool:
@@ -145,6 +173,7 @@ def _span_rows(
     """Yield how each token of a span was drawn, from token `first` on."""
     shaping = span.shaping
     counts = matcher = None
+    lists = TokenLists.of(shaping, logits.shape[-1], logits.device)
     if penalizes(shaping):
         counts = TokenCounts(token_ids[: span.start], logits.shape[-1], logits.device)
     if shaping.grammar is not None:
@@ -158,6 +187,7 @@ def _span_rows(
                 shaping.end_ids if early else (),
                 None if counts is None else counts.copy(),
                 None if matcher is None else matcher.mask(shaping.end_ids),
+                lists,
             )
         token = token_ids[position]
         if counts is not None:
@@ -198,24 +228,26 @@ def _on_rows(logits: Tensor, at: list[int], change: Callable[[Tensor], Tensor]) 
 
 def _edit(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
     """Apply biases, then penalties, then masks: vLLM's order."""
-    if any(row.options.logit_bias for row in rows):
+    lists = [
+        row.lists or TokenLists.of(row.options, logits.shape[-1], logits.device) for row in rows
+    ]
+    if any(listed is not None and listed.bias is not None for listed in lists):
         bias = torch.zeros_like(logits)
-        for at, row in enumerate(rows):
-            for token, value in (row.options.logit_bias or {}).items():
-                bias[at, token] = value
+        for at, listed in enumerate(lists):
+            if listed is not None and listed.bias is not None:
+                bias[at] = listed.bias
         logits = logits + bias
     if any(row.counts is not None for row in rows):
         logits = _penalize(logits, rows)
     hidden: Tensor | None = None
-    for at, row in enumerate(rows):
-        listed = row.options.allowed_token_ids
-        if listed is None and row.allowed is None and not row.banned:
+    for at, (row, listed) in enumerate(zip(rows, lists, strict=True)):
+        barred = None if listed is None else listed.hidden
+        if barred is None and row.allowed is None and not row.banned:
             continue
         if hidden is None:
             hidden = torch.zeros_like(logits, dtype=torch.bool)
-        if listed is not None:
-            hidden[at] = True
-            hidden[at, list(listed)] = False
+        if barred is not None:
+            hidden[at] = barred
         if row.allowed is not None:
             hidden[at] |= ~row.allowed.to(hidden.device)
         hidden[at, list(row.banned)] = True

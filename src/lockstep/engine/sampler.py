@@ -13,7 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.engine.processing import HIDDEN, LogitsRow, TokenCounts, process, restricts
+from lockstep.engine.processing import (
+    HIDDEN,
+    LogitsRow,
+    TokenCounts,
+    TokenLists,
+    process,
+    restricts,
+)
 from lockstep.tokens import LogprobMode, Ranked, Sampling
 
 _MASK = (1 << 64) - 1
@@ -29,12 +36,15 @@ class SamplingRow(NamedTuple):
     banned: tuple[int, ...] = ()
     counts: TokenCounts | None = None
     allowed: Tensor | None = None
+    lists: TokenLists | None = None
 
     @property
     def processing(self) -> LogitsRow:
         """How to process the logits before a token is drawn."""
         temperature = self.sampling.temperature
-        return LogitsRow(self.sampling, temperature, self.banned, self.counts, self.allowed)
+        return LogitsRow(
+            self.sampling, temperature, self.banned, self.counts, self.allowed, self.lists
+        )
 
 
 class Sampled(NamedTuple):

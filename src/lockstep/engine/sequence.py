@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter
-from lockstep.engine.processing import TokenCounts
+from lockstep.engine.processing import TokenCounts, TokenLists
 from lockstep.engine.sampler import Sampled
 from lockstep.engine.text.grammar_process import GrammarMatcher, GrammarProcess
 from lockstep.engine.text.vocabulary import Vocabulary
@@ -129,6 +129,7 @@ class Sequence:
         self._stops = StopMatcher(request.sampling.stop) if request.sampling.stop else None
         self._vocabulary = vocabulary
         self.counts: TokenCounts | None = None
+        self.lists: TokenLists | None = None
         self.matcher = matcher
         self.error: LockstepError | None = None
         """Why the prompt could not be scored. The choice fails with it at its next token."""

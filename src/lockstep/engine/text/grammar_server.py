@@ -48,7 +48,7 @@ class Limits(msgspec.Struct):
 
 
 class Setup(msgspec.Struct):
-    """What the server needs to know of a model."""
+    """The vocabulary of a model, and the limits of a grammar."""
 
     tokenizer: str
     tokens: list[bytes]
@@ -234,7 +234,7 @@ def _grammar(source: Source) -> str:
 
 def _state(number: int, matcher: Any) -> bytes:
     """Return the state of a matcher with the mask of its next token."""
-    mask = b"" if matcher.is_stopped() else matcher.compute_bitmask()
+    mask = b"" if matcher.is_stopped() else bytes(matcher.compute_bitmask())
     if matcher.is_error():
         error = matcher.get_error().partition("\n")[0].encode()[:1000]
         return STATE.pack(number, STOPPED | FAILED, len(error)) + error

@@ -97,7 +97,8 @@ def read_sampling(body: SamplingFields, *, prefix: str = "", **own: Any) -> Samp
     options: dict[str, Any] = {}
     for name in BY_NAME:
         if (value := getattr(body, name)) is not None:
-            options[name] = tuple(value) if isinstance(value, list) else value
+            # Without repeated ids: a list of the same id, a million times, is one id.
+            options[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
     if body.stop is not None:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         options["stop"] = tuple(dict.fromkeys(stops))

@@ -7,7 +7,7 @@ request costs a process, whatever its sender: a body beyond them is rejected bef
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -31,6 +31,14 @@ COUNTED = (
     ("prompt", "prompts"),
     ("stop_token_ids", "stop_token_ids"),
     ("logit_bias", "logit_bias"),
+    ("allowed_token_ids", "allowed_token_ids"),
+    ("required_prefix_token_ids", "required_prefix_token_ids"),
+    ("stop", "stop_token_ids"),
+    ("stop_sequences", "stop_token_ids"),
+    ("bad_words", "stop_token_ids"),
+    ("logprob_token_ids", "stop_token_ids"),
+    ("guided_choice", "choice"),
+    ("choice", "choice"),
     ("request_ids", "request_ids"),
 )
 """Fields of a body, in any dialect, and the limit on their number of entries."""
@@ -123,7 +131,8 @@ class RequestLimits:
     items            comma-separated items, mostly token ids
     nesting          depth of objects and lists
     characters       length of a text for /tokenize
-    messages, tools, prompts, stop_token_ids, logit_bias, request_ids: number of entries
+    messages, tools, prompts, stop_token_ids, logit_bias, allowed_token_ids, choice,
+    required_prefix_token_ids, request_ids: number of entries
     """
 
     body_bytes: int = 16 << 20
@@ -136,11 +145,14 @@ class RequestLimits:
     prompts: int = 4096
     stop_token_ids: int = 1024
     logit_bias: int = 16_384
+    allowed_token_ids: int = 262_144
+    choice: int = 4096
+    required_prefix_token_ids: int = 262_144
     request_ids: int = 20_000
 
     def check(self, request: object) -> None:
         """Raise BadRequest for a decoded body with too many entries or too deep nesting."""
-        for owner, prefix in ((request, ""), (_inner(request), "sampling_params.")):
+        for owner, prefix in _owners(request):
             for field, limit in _limited(type(owner))[0]:
                 listed = getattr(owner, field)
                 if not isinstance(listed, list | dict) or len(listed) <= getattr(self, limit):
@@ -176,8 +188,15 @@ def _limited(kind: type) -> Limited:
     return limited
 
 
-def _inner(request: object) -> object:
-    return getattr(request, "sampling_params", None)
+def _owners(request: object) -> Iterator[tuple[object, str]]:
+    """Yield the objects of a body that have fields of COUNTED, with the prefix of their names."""
+    for owner, prefix in (
+        (request, ""),
+        (getattr(request, "sampling_params", None), "sampling_params."),
+    ):
+        yield owner, prefix
+        if (outputs := getattr(owner, "structured_outputs", None)) is not None:
+            yield outputs, f"{prefix}structured_outputs."
 
 
 def too_deep(limit: int | None = None, param: str = "body") -> BadRequest:
