@@ -93,9 +93,11 @@ MODES: dict[str, tuple[str, str]] = {
     "F83": ("a trainer that was restarted goes on from old weights as if nothing had happened", "its clients are told what is lost, and from which saved state to go on"),
     "F84": ("an engine dies of a proof, or of prompt logprobs, beside other requests, as it may adapt the head", "engines of a trainer are started without it, others are refused, and clients are told when they create a model"),
     "F85": ("adapters are trained on one base and sampled on another, as the weights of the fleet were updated", "samples are refused while the fleet serves other weights than those that are trained on"),
+    "F76": ("a worker's impossible response (positive logprob, id outside the vocabulary, more tokens than allowed) becomes a sample, or a 400 to the client", "the worker is at fault: 502 that names it, counted, ejected; nothing stored"),
     "F90": ("a collector of traces that hangs or is down slows or fails requests", "spans wait in a bounded queue for a thread of their own and are dropped; the end waits three seconds"),
     "F91": ("a tracker that fails in mid-run ends it, or its metrics are lost", "told once, then left out; the run goes on and its directory has every line"),
     "F92": ("turns of one session that meet several gateways overwrite each other, or are taken for an edited history", "every gateway reads the turns it does not know before it plans; a turn is stored only behind the head it was made on, and else behind the newer ones"),
+    "F97": ("a request that ends its worker is retried until no worker is left", "never sent to a third worker; its digest is refused for five minutes"),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from lockstep.backends.dynamo.transport import DynamoTransport
 from lockstep.backends.registry import open_transport
 from lockstep.backends.transport import GenerateRequest, StreamDelta, Transport
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
+from lockstep.fleet.response_check import ResponseCheck
 from lockstep.http.client.client import HttpClient
 from lockstep.storage.desired_state import Closeness
 from lockstep.tokens import Completion
@@ -68,9 +70,11 @@ class Worker:
     `closeness` how closely it then followed the trainer. `in_flight` counts the requests that this
     process sent it, `elsewhere` is its load from other gateways as of the last probe. While it is
     `held` it gets no new requests, whatever its state. `epoch` changes whenever earlier
-    observations of it no longer count. `attempts` are the requests on it that can be called off.
-    `sampled` counts its tokens, `evidence` is the ground of the last accept or reject, and `judged`
-    its time. `gpus` are those it was placed on by the command that started it.
+    observations of it no longer count; `died_in` is the last one in which it died with requests.
+    `attempts` are the requests on it that can be called off. `sampled` counts its tokens,
+    `impossible` its responses that no engine can return; `evidence` is the ground of the last
+    accept or reject, and `judged` its time. `gpus` are those it was placed on by the command that
+    started it.
     """
 
     id: str
@@ -79,6 +83,7 @@ class Worker:
     options: dict[str, Any] = field(default_factory=dict)
     admin: Admin | None = None
     accepted: AcceptedVersions = field(default_factory=AcceptedVersions)
+    response_check: ResponseCheck = field(default_factory=ResponseCheck)
     _state: State = field(default="joining", init=False)
     reason: str | None = "not probed yet"
     since: float = field(default_factory=time)
@@ -90,11 +95,13 @@ class Worker:
     hash_index: int = -1
     failures: int = 0
     epoch: int = 0
+    died_in: int = -1
     next_probe: float = 0.0
     opened: Transport | None = None
     instance: str | None = None
     attempts: set[Any] = field(default_factory=set)
     sampled: int = 0
+    impossible: int = 0
     evidence: Evidence | None = None
     judged: float | None = None
     gpus: tuple[str, ...] = ()
@@ -155,6 +162,7 @@ class Worker:
         if (tracer := tracing.active) is not None:
             tracer.generation(request.model, request.sampling)
         completions = await self.transport.generate(request)
+        self.response_check.check(request, completions, self.id)
         await self.accepted.confirm(completions, since, self.id)
         if tracer is not None:
             tracer.generated(completions)
@@ -168,17 +176,24 @@ class Worker:
         deltas."""
         since = self.accepted.mark()
         completions: list[Completion] = []
+        generated: Counter[int] = Counter()
         if (tracer := tracing.active) is not None:
             tracer.generation(request.model, request.sampling)
         async with aclosing(self.transport.stream(request)) as items:
             async for item in items:
                 if isinstance(item, Completion):
+                    self.response_check.check(request, (item,), self.id)
                     await self.accepted.confirm((item,), since, self.id)
                     if tracer is not None:
                         completions.append(item)
                         tracer.generated(completions)
                 else:
                     self.sampled += len(item.token_ids)
+                    generated[item.index] += len(item.token_ids)
+                    count = generated[item.index]
+                    self.response_check.check_tokens(
+                        request, item.index, item.token_ids, item.logprobs, count, self.id
+                    )
                 yield item
 
     async def abort(self, *request_ids: str) -> int | None:

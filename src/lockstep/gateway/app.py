@@ -209,7 +209,13 @@ async def serve_gateway(
         )
         find_adapter = None if attachment is None else attachment.find_adapter
         private = None if attachment is None else attachment.private
-        models = ModelRegistry(fleet.pool.models, options.tokenizer, find_adapter, private)
+        models = ModelRegistry(
+            fleet.pool.models,
+            options.tokenizer,
+            find_adapter,
+            private,
+            fleet.pool.response_check,
+        )
         context = GatewayContext(
             pool=fleet.pool, models=models, sessions=sessions, limits=options.limits
         )

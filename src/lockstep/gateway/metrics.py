@@ -8,7 +8,7 @@ from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -98,11 +98,19 @@ class GatewayMetrics(Collector):
             "1 while a worker gets traffic, else 0.",
             labels=["worker"],
         )
+        impossible = CounterMetricFamily(
+            "lockstep_gateway_worker_impossible_responses",
+            "Responses of a worker that no engine can return: ids outside the vocabulary, positive "
+            "logprobs, more tokens than max_tokens.",
+            labels=["worker"],
+        )
         for worker in self._context.pool.workers:
+            impossible.add_metric([worker.id], worker.impossible)
             in_flight.add_metric([worker.id], worker.in_flight)
             serving.add_metric([worker.id], worker.state == "serving")
         yield in_flight
         yield serving
+        yield impossible
         tasks = GaugeMetricFamily("lockstep_gateway_tasks", "Tasks on the event loop.")
         tasks.add_metric([], len(asyncio.all_tasks()))
         yield tasks

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from lockstep.backends.transport import ModelCard
+from lockstep.fleet.response_check import ResponseCheck
 from lockstep.render import Renderer
 from lockstep.storage.api_keys import DEFAULT_TENANT
 from lockstep.tokens.errors import BadRequest, UnknownModel
@@ -28,11 +29,16 @@ class ServedModel:
     weight_version: str | None
 
 
+PADDING = 2048
+"""Ids beyond the tokenizer's that a worker may return, as models pad their vocabulary."""
+
+
 class ModelRegistry:
     """Resolves model names against a cached list, which `fetch` gets from the workers.
 
     `find_adapter` resolves names that are not on it, and loads their adapters. Adapters whose names
     start with `private` belong to single tenants: only `find_adapter` returns them.
+    `response_check` learns the size of the vocabulary once the tokenizer is loaded.
     """
 
     def __init__(
@@ -41,10 +47,12 @@ class ModelRegistry:
         tokenizer: str | None = None,
         find_adapter: AdapterFinder | None = None,
         private: str | None = None,
+        response_check: ResponseCheck | None = None,
     ) -> None:
         self._fetch = fetch
         self._find_adapter = find_adapter
         self._private = private
+        self._response_check = response_check
         self._tokenizer = tokenizer
         self._cards: dict[str, ModelCard] = {}
         self._fetched_at = float("-inf")
@@ -99,7 +107,11 @@ class ModelRegistry:
             async with self._loading:
                 if self._renderer is None:
                     # Not `off_loop`: a download would hold one of its few threads.
-                    self._renderer = await asyncio.to_thread(Renderer.load, await self._source())
+                    renderer = await asyncio.to_thread(Renderer.load, await self._source())
+                    if self._response_check is not None:
+                        size = len(renderer.tokenizer)
+                        self._response_check.vocab_size = size + max(PADDING, size // 8)
+                    self._renderer = renderer
         return self._renderer
 
     async def _source(self) -> str:

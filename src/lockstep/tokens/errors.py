@@ -31,6 +31,7 @@ LockstepError
 │   ├── BadLogprob                 null, NaN, infinite or a sentinel
 │   ├── MissingFinish              a response without a finish reason
 │   ├── BadExperts                 routed experts with wrong rows, shape or dtype
+│   ├── ImpossibleResponse         ids, logprobs or lengths that no engine can return
 │   ├── BadVersions                spans that do not cover the tokens
 │   └── Disproved                  other logprobs than the claimed weights would give
 ├── Unavailable               503  no server can take the request now
@@ -277,6 +278,15 @@ class BadExperts(ContractError):
     code = "bad_experts"
 
 
+class ImpossibleResponse(ContractError):
+    """A worker returned a token id outside the vocabulary, a positive logprob, or too many tokens.
+
+    The worker is at fault: it is ejected, and nothing of the response is stored.
+    """
+
+    code = "impossible_response"
+
+
 class BadVersions(ContractError):
     code = "bad_versions"
 
@@ -290,6 +300,10 @@ class Disproved(ContractError):
 class Unavailable(LockstepError):
     code = "unavailable"
     status = 503
+
+    lost = False
+    """Whether the connection was lost after the request was sent: the server may have died of
+    it."""
 
 
 class DeadlineExceeded(LockstepError):

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep.backends.transport import GenerateRequest
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
+from lockstep.tokens import Sampling
 from lockstep.tokens.errors import (
     BadRequest,
     Busy,
@@ -202,6 +204,41 @@ async def test_a_request_that_breaks_engines_is_not_sent_to_a_third() -> None:
         with pytest.raises(EngineFailure):  # where it was pinned to, it stays
             await pool.run(replace(ROUTE, worker=fakes[0].name), work)
         assert sum(fake.requests for fake in fakes) == 3
+
+
+@pytest.mark.failure_mode("F97")
+async def test_a_request_that_ends_workers_is_sent_to_two_and_then_refused() -> None:
+    deadly = GenerateRequest(prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=4))
+    async with fleet(4, probe_seconds=60.0) as (pool, fakes):
+        for fake in fakes:
+            fake.behave = fake.reset
+        with pytest.raises(Unavailable, match="before a response"):
+            await pool.run(ROUTE, work, deadly)
+        assert sum(fake.requests > 0 for fake in fakes) == 2
+        before = sum(fake.requests for fake in fakes)
+        for call in (pool.run(ROUTE, work, deadly), anext(pool.stream(ROUTE, work_stream, deadly))):
+            with pytest.raises(BadRequest, match="only one on 2 workers") as refused:
+                await call
+            assert refused.value.retry_after is not None
+        assert sum(fake.requests for fake in fakes) == before
+        for fake in fakes:
+            fake.behave = fake.respond
+        await pool.run(ROUTE, work, replace(deadly, prompt_ids=[1, 2]))
+
+
+@pytest.mark.failure_mode("F97")
+async def test_requests_that_were_not_alone_on_a_dying_worker_are_not_refused() -> None:
+    async with fleet(3, probe_seconds=60.0) as (pool, fakes):
+        home = next(f for f in fakes if f.name == pool._rendezvous.pick(ROUTE.key).id)  # type: ignore[union-attr]
+        home.behave = home.held
+        asked = [
+            GenerateRequest(prompt_ids=[at], sampling=Sampling(max_tokens=4)) for at in range(2)
+        ]
+        tasks = [asyncio.create_task(pool.run(ROUTE, work, request)) for request in asked]
+        await until(lambda: home.requests == 2)
+        await home.die()
+        await asyncio.gather(*tasks)
+        assert not pool._suspects._deaths
 
 
 async def test_an_engine_failure_after_a_part_was_delivered_is_raised() -> None:

@@ -15,12 +15,14 @@ from urllib.parse import urlsplit
 
 from lockstep import tracing
 from lockstep.backends.admin import Admin
-from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.backends.transport import GenerateRequest, ModelCard, TransportName
 from lockstep.flags import Flag
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
+from lockstep.fleet.response_check import ResponseCheck
 from lockstep.fleet.routing.admission import AdmissionLimiter
 from lockstep.fleet.routing.affinity import Affinity, RendezvousHash
 from lockstep.fleet.routing.health import Gate, HealthMonitor
+from lockstep.fleet.routing.suspects import MOST_DEATHS, Suspects
 from lockstep.fleet.worker import HEALTH_SECONDS, RETRIES, Worker
 from lockstep.http.client.client import HttpClient
 from lockstep.tokens import LogprobMode
@@ -28,6 +30,7 @@ from lockstep.tokens.errors import (
     BadRequest,
     DeadlineExceeded,
     EngineFailure,
+    ImpossibleResponse,
     Unavailable,
 )
 
@@ -53,7 +56,8 @@ class Pool:
     Requests of the same affinity go to the same worker while it serves and is not overloaded. At
     most `max_in_flight` requests run at once; `queue_limit` more wait, for up to `queue_seconds`. A
     request whose worker fails before anything was delivered is retried on other workers, at most
-    `attempts` times in all: a request that kills workers must not kill the fleet. A worker that
+    `attempts` times in all. A request on a worker that died is retried once: a request that kills
+    workers must not kill the fleet. A worker that
     does not answer its health probe within `health_seconds` has failed, also for the requests that
     it already has.
     """
@@ -85,9 +89,11 @@ class Pool:
             raise BadRequest(f"attempts is {attempts}: expected at least 1", param="attempts")
         self._rendezvous: RendezvousHash[Worker] = RendezvousHash(load_factor)
         self.accepted = AcceptedVersions()
+        self.response_check = ResponseCheck()
         self._health = HealthMonitor(self._rendezvous, probe_seconds, health_seconds)
         self._admission = AdmissionLimiter(max_in_flight, queue_limit, queue_seconds)
         self._attempts = attempts
+        self._suspects = Suspects()
         self._worker_api_key = worker_api_key
         self._retry_after = probe_seconds
 
@@ -142,6 +148,7 @@ class Pool:
             {"transport": transport, "api_key": api_key, "logprob_mode": logprob_mode},
             admin,
             self.accepted,
+            self.response_check,
             gpus=tuple(gpus),
         )
         await self._health.add(worker)
@@ -193,16 +200,23 @@ class Pool:
         """Wait until the set of workers that get requests changes."""
         await self._health.wait_for_change()
 
-    async def run(self, affinity: Affinity, call: Callable[[Worker], Awaitable[T]]) -> T:
+    async def run(
+        self,
+        affinity: Affinity,
+        call: Callable[[Worker], Awaitable[T]],
+        request: GenerateRequest | None = None,
+    ) -> T:
         """Return the result of `call` on the worker that `affinity` selects.
 
         `call` raises Unavailable when the worker could not serve the request: the worker is ejected
         until it is healthy, and another is tried. After EngineFailure the worker is probed and one
         other is tried. Any other error is raised as it is. Raises Unavailable when no worker
-        serves, and Busy when too many requests wait; both say when to retry.
+        serves, and Busy when too many requests wait; both say when to retry. Raises BadRequest for
+        a `request` that was alone on two workers when they died.
         """
+        self._suspects.check(request)
         self._check_any()
-        attempt = _Attempt(self, affinity)
+        attempt = _Attempt(self, affinity, request)
         if not self._admission.take_now():
             await self._admission.take()
         try:
@@ -215,15 +229,19 @@ class Pool:
             self._admission.give()
 
     async def stream(
-        self, affinity: Affinity, open: Callable[[Worker], AsyncIterator[T]]
+        self,
+        affinity: Affinity,
+        open: Callable[[Worker], AsyncIterator[T]],
+        request: GenerateRequest | None = None,
     ) -> AsyncGenerator[T, None]:
         """Yield the items of `open(worker)` for the worker that `affinity` selects.
 
         Up to the first item, failures are handled as in `run`. After it the request stays on its
         worker and errors are raised: the caller has seen a part of the response.
         """
+        self._suspects.check(request)
         self._check_any()
-        attempt = _Attempt(self, affinity)
+        attempt = _Attempt(self, affinity, request)
         loop = asyncio.get_running_loop()
         if not self._admission.take_now():
             await self._admission.take()
@@ -313,13 +331,17 @@ class _Attempt:
     """
 
     __slots__ = (
-        "_affinity", "_called_off", "_engine_failures", "_epoch", "_pool", "_since", "_tried",
-        "_worker", "begun", "delivered", "mark", "traced", "waiting",
+        "_affinity", "_called_off", "_deaths", "_engine_failures", "_epoch", "_pool", "_request",
+        "_since", "_tried", "_worker", "begun", "delivered", "mark", "traced", "waiting",
     )  # fmt: skip
 
-    def __init__(self, pool: Pool, affinity: Affinity) -> None:
+    def __init__(
+        self, pool: Pool, affinity: Affinity, request: GenerateRequest | None = None
+    ) -> None:
         self._pool = pool
         self._affinity = affinity
+        self._request = request
+        self._deaths = 0
         self._tried: list[Worker] = []
         self._engine_failures = 0
         self.delivered = False
@@ -388,6 +410,8 @@ class _Attempt:
         if error is None:
             worker.failures = 0
         elif isinstance(error, Unavailable):
+            if error.lost:
+                self._count_death()
             pool._health.request_failed(worker, self._epoch, error)
             retries = self._retries(error)
             if self._called_off and not retries:
@@ -398,6 +422,10 @@ class _Attempt:
             self._engine_failures += 1
             blameless = self._engine_failures < MOST_ENGINE_FAILURES
             return blameless and not self.delivered and self._another()
+        elif isinstance(error, ImpossibleResponse):
+            # Not retried: the caller learns which worker is at fault, and its operator as well.
+            worker.impossible += 1
+            pool._health.request_failed(worker, self._epoch, error)
         elif isinstance(error, DeadlineExceeded):
             # No other worker is tried: it may be the request that takes this long.
             pool._health.check(worker)
@@ -415,11 +443,25 @@ class _Attempt:
             ) from error
         return self._another()
 
+    def _count_death(self) -> None:
+        """Count a worker that died with this request on it, and suspect a request that was
+        alone."""
+        worker = self._worker
+        self._deaths += 1
+        # If a worker dies with several requests, the last to get here sees no others on it: the
+        # mark of the first one tells that it was not alone.
+        first = worker.died_in != self._epoch
+        worker.died_in = self._epoch
+        if first and not worker.in_flight and not worker.elsewhere:
+            self._pool._suspects.add(self._request)
+
     def _another(self) -> bool:
         """Return whether another worker may be tried, and there is one."""
         pool = self._pool
         self._tried.append(self._worker)
         if self._affinity.worker is not None or len(self._tried) >= pool._attempts:
+            return False
+        if self._deaths >= MOST_DEATHS:
             return False
         return pool._rendezvous.pick(self._affinity.key, self._tried) is not None
 

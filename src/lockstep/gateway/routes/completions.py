@@ -141,7 +141,7 @@ class CompletionsRoutes:
         async def call(worker: Worker) -> list[Completion]:
             return await worker.generate(prompt.request)
 
-        completions = await self._context.pool.run(prompt.affinity, call)
+        completions = await self._context.pool.run(prompt.affinity, call, prompt.request)
         if prompt.turn is not None:
             await prompt.turn.commit(completions)
         return completions
@@ -150,7 +150,7 @@ class CompletionsRoutes:
         def open_stream(worker: Worker) -> AsyncIterator[StreamDelta | Completion]:
             return worker.stream(prompt.request)
 
-        return self._context.pool.stream(prompt.affinity, open_stream)
+        return self._context.pool.stream(prompt.affinity, open_stream, prompt.request)
 
 
 def _encode(writer: CompletionWriter, completions: list[list[Completion]]) -> bytes:

@@ -7,6 +7,7 @@ the request in their own dialect.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -114,7 +115,7 @@ class GenerateRoutes:
             return await self._whole(worker, request, fields, model, relayed, client_id)
 
         async def work() -> bytes | bytearray:
-            response, completions = await self._context.pool.run(affinity, call)
+            response, completions = await self._context.pool.run(affinity, call, request)
             if turn is not None:
                 await turn.commit(completions)
             return response
@@ -189,9 +190,10 @@ class GenerateRoutes:
 
         pool = self._context.pool
         if turn is None:
-            return pool.stream(affinity, open_events)
+            return pool.stream(affinity, open_events, request)
         # A turn to be stored is decoded anyway, and its end is held back until it is stored.
-        return _encode_events(pool.stream(affinity, sample), request, fields, client_id, turn)
+        samples = pool.stream(affinity, sample, request)
+        return _encode_events(samples, request, fields, client_id, turn)
 
     async def abort(self, http: Request) -> Response:
         """Abort requests by id on any worker; return how many were running, null if unknown."""
@@ -275,14 +277,25 @@ class _ScoredEvents:
 
     def __init__(self, worker: Worker, request: GenerateRequest) -> None:
         self._worker, self._since = worker, worker.accepted.mark()
+        self._request = request
         self._decoder = GenerateStreamDecoder(Reading(request))
-        self.check = self._decoder.collect
+        self._generated: Counter[int] = Counter()
+
+    def check(self, batch: list[bytes]) -> Iterator[None]:
+        for pieces in self._decoder.collect(batch):
+            for index, ids, logprobs in pieces:
+                self._generated[index] += len(ids)
+                self._worker.response_check.check_tokens(
+                    self._request, index, ids, logprobs, self._generated[index], self._worker.id
+                )
+            yield
 
     async def learn(self, batch: list[bytes]) -> None:
         """Do nothing: versions are checked at the end."""
 
     async def finish(self) -> None:
         completions = self._decoder.finish()
+        self._worker.response_check.check(self._request, completions, self._worker.id)
         await self._worker.accepted.confirm(completions, self._since, self._worker.id)
         if tracing.active is not None:
             tracing.active.generated(completions)
@@ -294,13 +307,25 @@ class _BareEvents:
 
     def __init__(self, worker: Worker, request: GenerateRequest) -> None:
         self._worker, self._since = worker, worker.accepted.mark()
+        self._request = request
         self._choices = request.sampling.n
+        self._generated: Counter[int] = Counter()
         self._finished: set[int] = set()
 
     def check(self, batch: list[bytes]) -> Iterator[None]:
         for event in batch:
             for choice in decode_response(BARE, event).choices:
-                self._worker.sampled += len(choice.token_ids or ())
+                ids = choice.token_ids or ()
+                self._worker.sampled += len(ids)
+                self._generated[choice.index] += len(ids)
+                self._worker.response_check.check_tokens(
+                    self._request,
+                    choice.index,
+                    ids,
+                    (),
+                    self._generated[choice.index],
+                    self._worker.id,
+                )
                 spans = choice.weight_versions or ()
                 self._worker.accepted.check_spans(spans, self._since, self._worker.id)
                 if choice.finish_reason:
@@ -360,13 +385,18 @@ async def _decode_checked(
         completions = await off_loop(
             is_large_json(len(response)), decode_generate, response, reading
         )
+        worker.response_check.check(reading.request, completions, worker.id)
         await worker.accepted.confirm(completions, since, worker.id)
         worker.sampled += sum(len(completion.token_ids) for completion in completions)
         return completions
     bare = decode_response(BARE, response)
     check_indices((choice.index for choice in bare.choices), reading.request.sampling.n)
     for choice in bare.choices:
-        worker.sampled += len(ids_of(choice.token_ids, f"choice {choice.index} of the response"))
+        ids = ids_of(choice.token_ids, f"choice {choice.index} of the response")
+        worker.response_check.check_tokens(
+            reading.request, choice.index, ids, (), len(ids), worker.id
+        )
+        worker.sampled += len(ids)
         finish_of(choice.finish_reason)
         await worker.accepted.learn(choice.weight_versions or (), since)
         worker.accepted.check_spans(choice.weight_versions or (), since, worker.id)

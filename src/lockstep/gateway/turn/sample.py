@@ -37,7 +37,7 @@ async def sample_turn(http: Request, turn: GatewayTurn, pool: Pool) -> tuple[str
     async def sample() -> tuple[str, list[ChatReply]]:
         # `call` may run on several workers, one after the other; reading and storing must not be
         # part of it, or an error of the store would eject a healthy worker.
-        worker, completions = await pool.run(turn.affinity, call)
+        worker, completions = await pool.run(turn.affinity, call, turn.request)
         replies = [await turn.read(completion) for completion in completions]
         return worker, await turn.commit(replies)
 
@@ -95,7 +95,7 @@ class TurnStream:
         self.first_at: float | None = None
         self.choices = [ChoiceProgress(turn.new_parser()) for _ in range(turn.request.sampling.n)]
         self._items: AsyncGenerator[StreamDelta | Completion, None] = pool.stream(
-            turn.affinity, self._open
+            turn.affinity, self._open, turn.request
         )
         self._first: StreamDelta | Completion | None = None
 

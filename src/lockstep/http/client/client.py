@@ -247,6 +247,7 @@ class HttpClient:
         """The connection on which the head of a response has come."""
         url = self.base_url + path
         head = self._head(method, path, body, headers)
+        sent = False
         for attempt in range(self._retries + 1):
             try:
                 connection = await self._connection()
@@ -261,6 +262,7 @@ class HttpClient:
                         raise self._broken(path, error) from None
                     raise
             except (Lost, OSError) as error:
+                sent = sent or isinstance(error, Lost)
                 if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
                     # Nobody else is to blame, and no worker is to be ejected for it.
                     raise Busy(
@@ -269,10 +271,12 @@ class HttpClient:
                         retry_after=1.0,
                     ) from None
                 if attempt == self._retries:
-                    raise Unavailable(
+                    unavailable = Unavailable(
                         f"{method} {url} failed {attempt + 1} times before a response came, "
                         f"last with {type(error).__name__}: {error}"
-                    ) from None
+                    )
+                    unavailable.lost = sent
+                    raise unavailable from None
             await asyncio.sleep(self._backoff * 2**attempt * random.uniform(0.5, 1.5))
         raise Unavailable(f"{method} {url} was not tried: retries is {self._retries}")
 
@@ -392,10 +396,12 @@ class HttpClient:
         )
 
     def _broken(self, path: str, error: Exception) -> Unavailable:
-        return Unavailable(
+        unavailable = Unavailable(
             f"{self.base_url}{path} broke off in the middle of its response ({error}); it is not "
             "retried, as the engine had begun"
         )
+        unavailable.lost = True
+        return unavailable
 
 
 def _port_of(parts: SplitResult, url: str) -> int | None:

@@ -128,7 +128,9 @@ class Samplers:
 
     async def _generate(self, request: GenerateRequest) -> list[Completion]:
         affinity = Affinity.of(request.prompt_ids, adapter=request.model, salt=request.cache_salt)
-        return await self._fleet.pool.run(affinity, lambda worker: worker.generate(request))
+        return await self._fleet.pool.run(
+            affinity, lambda worker: worker.generate(request), request
+        )
 
     @asynccontextmanager
     async def _loaded(self, directory: Path | None) -> AsyncIterator[str]:
