@@ -48,6 +48,16 @@ from typing import ClassVar, Self
 
 from lockstep.tokens.operation import Operation
 
+MAX_MESSAGE = 4096
+"""Longest message of an error, in characters. Messages are sent, logged and stored, and may quote
+what a caller sent: a tensor's name, for example, of 50 MB.
+"""
+
+
+def shorten(text: str, length: int = MAX_MESSAGE) -> str:
+    """Return the text, cut to `length` characters."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
 
 class LockstepError(Exception):
     """Base class of every error that Lockstep raises on purpose. Each subclass has its own
@@ -67,6 +77,7 @@ class LockstepError(Exception):
         retry_after: float | None = None,
         operation: Operation | None = None,
     ) -> None:
+        message = shorten(message)
         super().__init__(message)
         self.message = message
         self.param = param
@@ -83,6 +94,7 @@ class LockstepError(Exception):
 
     def with_message(self, message: str) -> Self:
         """Return the same error with another message and all its fields."""
+        message = shorten(message)
         same = type(self).__new__(type(self), message)
         same.__dict__.update(self.__dict__, message=message)
         return same

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.errors import LockstepError, shorten
 
 TYPES = {
     400: "BadRequestError",
@@ -36,8 +36,8 @@ in vLLM.
 """
 
 
-MESSAGE, PARAM = 4096, 256
-"""Maximum length of a message and of a field name: both may quote the client's input."""
+PARAM = 256
+"""Maximum length of a field name, which may quote the client's input."""
 
 
 def error_fields(error: LockstepError, request_id: str | None = None) -> dict[str, object]:
@@ -67,16 +67,12 @@ def error_body(
     """Return the body {"error": {...}} from its parts; `more` are additional fields."""
     return {
         "error": {
-            "message": _short(message, MESSAGE),
+            "message": shorten(message),
             "type": TYPES.get(status, "InternalServerError"),
-            "param": None if param is None else _short(param, PARAM),
+            "param": None if param is None else shorten(param, PARAM),
             "code": CODES.get(reason, status),
             "reason": reason,
             "request_id": request_id,
             **(more or {}),
         }
     }
-
-
-def _short(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
