@@ -65,6 +65,11 @@ WORST: dict[str, tuple[str, bytes, tuple[int, ...]]] = {
                     "return_token_strs": True}).encode(),
         (200,),
     ),
+    "1,000,000 required ids": (CHAT, chat(required_prefix_token_ids=[7] * 1_000_000), (400,)),
+    "200,000 required ids": (CHAT, chat(required_prefix_token_ids=[7] * 200_000), (400,)),
+    "60,000 choices": (
+        CHAT, chat(structured_outputs={"choice": [f"c{at}" for at in range(60_000)]}), (400,),
+    ),
     "500,000 ids": ("/detokenize", json.dumps({"tokens": [7] * 500_000}).encode(), (200,)),
     "4,000 prompts": ("/v1/completions", json.dumps({"prompt": [[1] * 2000] * 4000}).encode(),
                       (400, 413)),

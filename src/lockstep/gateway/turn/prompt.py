@@ -19,7 +19,7 @@ from lockstep.gateway.turn.kept_ids import (
     prompt_from_kept,
     read_kept_ids,
 )
-from lockstep.http.off_loop import is_large_chat, off_loop
+from lockstep.http.off_loop import LONG_COMPLETION_TOKENS, is_large_chat, off_loop
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer, plain_messages, plain_tools
@@ -66,7 +66,10 @@ def _any_has_ids(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 async def _render(chat: ChatRequest, renderer: Renderer, kept_ids: KeptIds | None) -> list[int]:
-    large = is_large_chat(chat.messages, chat.tools, texts_of(chat.messages))
+    required = chat.required_prefix_token_ids or ()
+    large = len(required) > LONG_COMPLETION_TOKENS or is_large_chat(
+        chat.messages, chat.tools, texts_of(chat.messages)
+    )
     return await off_loop(large, _render_now, chat, renderer, kept_ids)
 
 
