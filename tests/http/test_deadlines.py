@@ -12,8 +12,11 @@ from dataclasses import replace
 from time import monotonic
 
 import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from lockstep.http.server.limits import RESERVED_DESCRIPTORS, ServerLimits, connections_within
+from lockstep.http.server.protocol import HttpProtocol, ListenerConfig
 from tests.http.peer import HOST, Handlers, connected, running, talking
 
 QUICK = ServerLimits(
@@ -214,3 +217,29 @@ def test_a_server_raises_its_limit_of_open_files() -> None:
     out = subprocess.run([sys.executable, "-c", LOW], check=True, capture_output=True, text=True)
     raised, hard = map(int, out.stdout.split())
     assert raised == (min(hard, 1 << 16) if hard > 0 else 1 << 16)
+
+
+async def test_a_response_that_fits_the_buffer_and_is_read_byte_by_byte_is_cut() -> None:
+    """What the kernel does not take waits in the process, below the size that pauses writing."""
+
+    async def respond(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * 40_000})
+
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    config = ListenerConfig(respond, replace(QUICK, keep_alive_seconds=3600.0))
+    config.load()
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_accepted_socket(
+        lambda: HttpProtocol(config, ServerState(), {}), ours
+    )
+    reader, writer = await asyncio.open_connection(sock=theirs, limit=1)
+    writer.write(f"GET / {HOST}\n\n".replace("\n", "\r\n").encode())
+    deadline = monotonic() + PATIENT
+    while not transport.is_closing():
+        assert monotonic() < deadline, "the connection is not cut"
+        await reader.read(1)
+        protocol.sweep(loop.time())
+        await asyncio.sleep(0.005)
+    writer.close()
