@@ -456,7 +456,9 @@ class Engine:
             return
         async with self._grammar_shares.hold(request.tenant, grammar):
             yield await self._grammar_shares.compile(
-                request.tenant, lambda: self.core.grammars.compile(grammar)
+                request.tenant,
+                lambda: self.core.grammars.find(grammar),
+                lambda: self.core.grammars.compile(grammar),
             )
 
     def _mutating(self, operation: str) -> _Exclusive:

@@ -9,12 +9,19 @@ from lockstep.engine.text.grammar_shares import MOST_IN_USE, GrammarShares
 from lockstep.tokens.grammar import Grammar
 
 
+def nothing() -> None:
+    """Find no compiled grammar."""
+
+
 async def test_a_compilation_waits_for_those_of_its_own_tenant_only() -> None:
     shares, release = GrammarShares(), threading.Event()
-    slow = asyncio.create_task(shares.compile("mallory", lambda: release.wait(60)))
+    slow = asyncio.create_task(shares.compile("mallory", nothing, lambda: release.wait(60)))
     await asyncio.sleep(0)
-    behind = asyncio.create_task(shares.compile("mallory", lambda: "second"))
-    assert await asyncio.wait_for(shares.compile("alice", lambda: "first"), 30) == "first"
+    behind = asyncio.create_task(shares.compile("mallory", nothing, lambda: "second"))
+    first = shares.compile("alice", nothing, lambda: "first")
+    assert await asyncio.wait_for(first, 30) == "first"
+    cached = shares.compile("mallory", lambda: "cached", lambda: "never")
+    assert await asyncio.wait_for(cached, 30) == "cached"
     assert not behind.done()
     release.set()
     assert await slow

@@ -17,7 +17,7 @@ MOST_IN_USE = 64
 """Different grammars of one tenant whose requests run at once; each has its own process."""
 MOST_COMPILING = 64
 """Compilations at once, of as many tenants."""
-WAIT_SECONDS = 0.05
+WAIT_SECONDS = 0.01
 
 
 class GrammarShares:
@@ -43,9 +43,17 @@ class GrammarShares:
         finally:
             self._give(tenant, grammar)
 
-    async def compile(self, tenant: str, run: Callable[[], T]) -> T:
-        """Return the result of `run`, called in a thread once no other of this tenant runs."""
-        while not self._begin(tenant):
+    async def compile(self, tenant: str, find: Callable[[], T | None], run: Callable[[], T]) -> T:
+        """Return the result of `find`, or of `run`, called in a thread once no other of this
+        tenant runs.
+
+        `find` returns what is compiled already: such requests do not wait for each other.
+        """
+        while True:
+            if (compiled := find()) is not None:
+                return compiled
+            if self._begin(tenant):
+                break
             await asyncio.sleep(WAIT_SECONDS)
 
         def call() -> T:

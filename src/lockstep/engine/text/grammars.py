@@ -50,6 +50,15 @@ class Grammars:
         """Return the grammars of the model in a directory."""
         return cls(Vocabulary(directory), vocab_size)
 
+    def find(self, grammar: Grammar) -> GrammarProcess | None:
+        """Return the process of a cached grammar, or None."""
+        with self._lock:
+            process = self._compiled.get(grammar)
+            if process is None or process.error:
+                return None
+            self._compiled.move_to_end(grammar)
+            return process
+
     def compile(self, grammar: Grammar) -> GrammarProcess:
         """Return the process of a grammar, compiled unless it is cached. This may take seconds.
 
@@ -72,10 +81,8 @@ class Grammars:
         with self._lock:
             if (failure := self._failures.get(grammar.digest)) is not None:
                 raise failure.with_message(failure.message)
-            process = self._compiled.get(grammar)
-            if process is not None and not process.error:
-                self._compiled.move_to_end(grammar)
-                return process
+        if (process := self.find(grammar)) is not None:
+            return process
         # Compile outside the lock. Two threads may compile the same grammar, which is harmless.
         try:
             process = self._server.compile(self._source(grammar))
