@@ -148,12 +148,13 @@ class Core:
         return None if grammar is None else self.grammars.matcher(grammar, handle.grammar)
 
     def check(self, request: EngineRequest) -> None:
-        """Raise the error that says why this engine cannot run the request."""
+        """Raise the error that says why this engine cannot run the request.
+
+        The engine compiles its grammar before, in another thread.
+        """
         request.check(self.config, self.max_len)
         if request.sampling.stop:
             self.vocabulary.load("stop")
-        if request.sampling.grammar is not None:
-            self.grammars.compile(request.sampling.grammar)
         self.served.check_served(request)
 
     def abort(self, *request_ids: str) -> int:
