@@ -117,7 +117,6 @@ def test_lists_of_any_dialect_are_counted_by_their_name() -> None:
     [
         ({"allowed_token_ids": [7] * 300_000}, "sampling_params.allowed_token_ids"),
         ({"stop": ["x"] * 2000}, "sampling_params.stop"),
-        ({"bad_words": ["x"] * 2000}, "sampling_params.bad_words"),
         ({"guided_choice": ["x"] * 5000}, "sampling_params.guided_choice"),
         ({"structured_outputs": {"choice": ["x"] * 5000}},
          "sampling_params.structured_outputs.choice"),

@@ -236,7 +236,7 @@ def _state(number: int, matcher: Any) -> bytes:
     """Return the state of a matcher with the mask of its next token."""
     mask = b"" if matcher.is_stopped() else bytes(matcher.compute_bitmask())
     if matcher.is_error():
-        error = matcher.get_error().partition("\n")[0].encode()[:1000]
+        error: bytes = matcher.get_error().partition("\n")[0].encode()[:1000]
         return STATE.pack(number, STOPPED | FAILED, len(error)) + error
     flags = STOPPED * matcher.is_stopped() | ACCEPTING * matcher.is_accepting()
     return STATE.pack(number, flags, len(mask)) + mask
