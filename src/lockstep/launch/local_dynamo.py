@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lockstep.backends.dynamo.discovery import DynamoDiscovery, wait_until_ready
@@ -141,9 +140,7 @@ class LocalDynamo:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def ready(self) -> None:

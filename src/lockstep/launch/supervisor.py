@@ -10,7 +10,6 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
@@ -125,9 +124,7 @@ class Supervisor:
         self._tasks = [asyncio.create_task(self._keep_running(child)) for child in self.children]
         return self
 
-    async def __aexit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def ready(self) -> None:

@@ -100,9 +100,7 @@ class Pool:
     async def __aenter__(self) -> Pool:
         return self
 
-    async def __aexit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._admission.close(Unavailable("this server is shutting down: use another one"))
         await self._health.close()
 

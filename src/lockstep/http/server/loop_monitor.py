@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from time import thread_time
-from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Histogram
 
@@ -36,9 +35,7 @@ class LoopMonitor:
         self._wait()
         return self
 
-    async def __aexit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
 

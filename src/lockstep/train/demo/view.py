@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -50,9 +49,7 @@ class RunView:
             self._print(self._title)
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, get_args
 
 from lockstep.tokens.errors import BadRequest
@@ -87,9 +86,7 @@ class Sinks:
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with redirect_stdout(sys.stderr):
             self._thread.submit(self._call_all, lambda sink: sink.close())
             self._thread.shutdown()
