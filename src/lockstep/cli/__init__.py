@@ -74,7 +74,9 @@ def version() -> None:
 
 
 def main() -> None:
-    """The entry point. Errors of Lockstep's own end in one line and the exit code of their kind."""
+    """Run the `lockstep` command. Print a Lockstep error in one line and exit with the code of its
+    kind.
+    """
     try:
         settings = Settings.read()
         use_for_clients(TlsFiles(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca))

@@ -161,21 +161,28 @@ async def _check(options: CheckOptions, rows: list[CheckRow], all_rows: int, qui
 
 
 def _show(report: Report, console: Console, details: bool) -> None:
-    """One line for each check; below them those that failed, or all with `details`."""
+    """Print one line per check, then the evidence of those that failed, or of all with
+    `details`.
+    """
     rows = [
-        (one.id, Text(one.verdict, COLOURS[one.verdict]), one.title if details else one.evidence)
-        for one in report.findings
+        (
+            finding.id,
+            Text(finding.verdict, COLOURS[finding.verdict]),
+            finding.title if details else finding.evidence,
+        )
+        for finding in report.findings
     ]
     console.print(Text(f"{report.model} at {report.url} ({report.transport})", "bold"))
     console.print(
         one_line_table(("check", "verdict", "looks for" if details else "evidence"), rows)
     )
-    for one in report.findings:
-        if details or one.verdict in ("fail", "error"):
-            colour = COLOURS[one.verdict]
+    for finding in report.findings:
+        if details or finding.verdict in ("fail", "error"):
+            colour = COLOURS[finding.verdict]
             console.print(
-                f"\n[{colour}]{one.verdict}[/] [bold]{one.id}[/] ({one.law}): {escape(one.title)}"
-                f"\n  {escape(one.evidence)}",
+                f"\n[{colour}]{finding.verdict}[/] [bold]{finding.id}[/] ({finding.law}): "
+                f"{escape(finding.title)}"
+                f"\n  {escape(finding.evidence)}",
                 soft_wrap=True,
             )
     more = "" if details else "; --details shows what each check looks for, and all evidence"

@@ -48,10 +48,10 @@ def doctor(
     elif report:
         typer.echo(report_row(checks))
     else:
-        shown = table(checks)
-        if not console.is_terminal:  # a file has no width: nothing is folded or cut off there
+        rows = table(checks)
+        if not console.is_terminal:  # a file has no width: do not wrap or cut lines there
             console.width = PIPED_COLUMNS
-        console.print(shown)
+        console.print(rows)
         names = ", ".join(check.name for check in failed)
         console.print(
             f"[b red]lockstep demo cannot run here[/]: {escape(names)}"
@@ -63,11 +63,11 @@ def doctor(
 
 
 def table(checks: list[Check]) -> Table:
-    """One line per check where the terminal is wide enough."""
-    shown = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    """Return the table of checks, with one line per check where the terminal is wide enough."""
+    rows = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for style in ("", "bold", "", "dim"):
-        shown.add_column(overflow="fold", no_wrap=style == "bold", style=style)
+        rows.add_column(overflow="fold", no_wrap=style == "bold", style=style)
     for check in checks:
         way_out = f"→ {escape(check.way_out)}" if check.way_out else ""
-        shown.add_row(MARKS[check.status], check.name, escape(check.found), way_out)
-    return shown
+        rows.add_row(MARKS[check.status], check.name, escape(check.found), way_out)
+    return rows

@@ -62,9 +62,9 @@ def up(
 ) -> None:
     """Start a Dynamo frontend and workers with the embedded engine on this machine.
 
-    They find each other through a temporary directory: neither etcd nor NATS is needed. With
-    --discovery they join a deployment of several hosts. What dies is started again. Ctrl-C stops
-    all of them.
+    The processes find each other through a temporary directory: neither etcd nor NATS is needed.
+    With --discovery they join a deployment of several hosts. A process that dies is restarted.
+    Press Ctrl-C to stop all of them.
     """
     from lockstep.http.server.server import run
     from lockstep.launch.interpreter import DYNAMO, find_python
@@ -73,7 +73,7 @@ def up(
     status = Status("Starting Dynamo", console=Console(stderr=True, quiet=as_json))
 
     def count_up(_: Child) -> None:
-        up = sum(one.ready.done() for one in deployment.workers)
+        up = sum(worker.ready.done() for worker in deployment.workers)
         status.update(f"Starting {model}: {up} of {workers} workers are ready")
 
     deployment = LocalDynamo(
@@ -118,7 +118,7 @@ async def _main(deployment: LocalDynamo, status: Status, as_json: bool) -> None:
 
 
 def _show(deployment: LocalDynamo, as_json: bool) -> None:
-    """Where it listens, and commands that can be pasted."""
+    """Print where the deployment listens, and commands to paste."""
     rows, frontend = deployment.rows, deployment.frontend
     if as_json:
         from lockstep.http.server.server import say_ready

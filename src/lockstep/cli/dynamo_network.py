@@ -14,7 +14,11 @@ _network_flag = partial(Flag, panel="Dynamo on several hosts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamoNetwork:
-    """What is not given is left to Dynamo's own variables, which hold the credentials too."""
+    """The network of a Dynamo deployment.
+
+    An option that is not set is left to Dynamo's own environment variables, which also hold the
+    credentials.
+    """
 
     discovery: Annotated[
         str | None,
@@ -43,11 +47,11 @@ class DynamoNetwork:
 
     @property
     def given(self) -> bool:
-        """Whether the deployment is another than one of this machine's own."""
+        """Whether any option is set: the deployment is not one of this machine alone."""
         return self != DynamoNetwork()
 
     def environ(self) -> dict[str, str]:
-        """The variables for Dynamo. Raises BadRequest for an option that makes no sense."""
+        """Return the environment variables for Dynamo. Raises BadRequest for an invalid option."""
         from lockstep.protocol.dynamo.environment import network_environ
 
         return network_environ(

@@ -19,7 +19,7 @@ TRAINING = ("lockstep train", "lockstep demo")
 
 
 def require_extra(extra: str) -> None:
-    """Raises ModuleNotFoundError for the first module of the extra that is not installed."""
+    """Raise ModuleNotFoundError for the first module of the extra that is not installed."""
     for name in EXTRAS[extra]:
         if not _is_installed(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -33,7 +33,7 @@ def _is_installed(name: str) -> bool:
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> str | None:
-    """The message for a command that needs that module; None if no extra installs it."""
+    """Return the error text for a command that needs the module; None if no extra installs it."""
     name = error.name or ""
     for extra, modules in EXTRAS.items():
         module = name if name in modules else name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""What commands print: JSON for programs, tables whose rows take one line for people."""
+"""Output of commands: JSON for programs, tables with one line per row for people."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 PIPED_COLUMNS = 4000
-"""Wide enough that nothing is cut in a pipe or a file, which have no edge."""
+"""Columns in a pipe or a file, so that nothing is cut there."""
 
 
 def print_json(value: Any) -> None:
-    """One line, written at once: a program may wait for it."""
+    """Print one line of JSON and flush it: a program may wait for it."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def table_console() -> Console:
-    """Standard output, as wide as its terminal or as COLUMNS says."""
+    """Return a console on standard output, as wide as its terminal or as COLUMNS says."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=PIPED_COLUMNS if piped else None, highlight=False)
 
 
 def one_line_table(columns: Sequence[str], rows: Iterable[Sequence[Text | str]]) -> Table:
-    """A table whose rows take one line each: what does not fit is cut in the last column."""
+    """Return a table with one line per row: cells of the last column that do not fit are cut."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns[:-1]:
         table.add_column(column, no_wrap=True)
@@ -38,7 +38,7 @@ def one_line_table(columns: Sequence[str], rows: Iterable[Sequence[Text | str]])
     for row in rows:
         last = row[-1].plain if isinstance(row[-1], Text) else row[-1]
         cell = Text(" ".join(last.split()), no_wrap=True, overflow="ellipsis")
-        table.add_row(*[_cell(each) for each in row[:-1]], cell)
+        table.add_row(*[_cell(value) for value in row[:-1]], cell)
     return table
 
 

@@ -1,7 +1,7 @@
 """`python -m lockstep.cli.parent_death PARENT ...`: the lockstep command, killed with its parent.
 
-A gateway that is killed cannot stop its workers. So each worker asks the system to be killed when
-its gateway ends, which works for a worker that hangs, too.
+A gateway that is killed cannot stop its workers. So every worker asks the system to kill it when
+its gateway ends, which also works for a worker that hangs.
 """
 
 from __future__ import annotations

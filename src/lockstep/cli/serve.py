@@ -128,7 +128,7 @@ def gateway(
             "of the gateways that share it",
             param="worker",
         )
-    for url in [part for one in worker or () for part in one.split(",")] + [dynamo or "http://"]:
+    for url in [part for urls in worker or () for part in urls.split(",")] + [dynamo or "http://"]:
         if not url.startswith(("http://", "https://")):
             raise BadRequest(f"{url!r} is no URL: expected http://HOST:PORT", param="worker")
     uncontrolled = [one for one in worker or () if "," not in one]

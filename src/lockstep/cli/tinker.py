@@ -55,13 +55,14 @@ def tinker(
     options: partial[TrainerOptions],
     arguments: GatewayArguments,
 ) -> None:
-    """Start a gateway that trains too: point TINKER_BASE_URL at it, and Tinker recipes train here.
+    """Start a gateway that also trains: set TINKER_BASE_URL to its URL, and Tinker recipes train
+    here.
 
     LoRA adapters are trained in this process and sampled by workers, with equal logprobs where the
-    machine allows it. Everything else of `lockstep serve` is there as well, on the same port and
-    with the same keys: samplers are models of chat, messages and responses. Clients of Tinker send
-    keys that begin with `tml-` only: make them with `lockstep keys add TENANT --prefix tml-`.
-    Checkpoints and samplers survive the server; what was not saved does not.
+    machine allows it. All routes of `lockstep serve` are on the same port with the same keys, and
+    samplers are models of chat, messages and responses. Tinker clients send only keys that begin
+    with `tml-`: make one with `lockstep keys add TENANT --prefix tml-`. Checkpoints and samplers
+    survive a restart of the server; unsaved training state does not.
     """
     require_extra("engine")
     require_extra("tinker")
@@ -75,8 +76,8 @@ def tinker(
     loras = ("--max-loras", str(trainer.slots), "--max-lora-rank", str(trainer.max_rank))
     vllm = tuple(vllm_args or ())
     if engine == "vllm" and not worker:
-        # Without the head: vLLM 0.32 that may adapt it dies of prompt logprobs, which proofs need,
-        # in a batch with other requests.
+        # Leave out the head: vLLM 0.32 with a head that may be adapted crashes on prompt logprobs,
+        # which proofs need, in a batch with other requests.
         targets = ("--lora-target-modules", *TARGETS.split())
         vllm = ("--enable-lora", *loras, *targets, "--dtype", trainer.dtype, *vllm)
     source = worker_source(
@@ -91,7 +92,7 @@ def tinker(
 
 
 def _check(arguments: GatewayArguments, settings: Settings) -> None:
-    """Raises BadRequest for what a gateway with a trainer cannot have."""
+    """Raise BadRequest for options that a gateway with a trainer cannot have."""
     if arguments.store or settings.store or arguments.gateways > 1:
         raise BadRequest(
             "--store and --gateways are for gateways without a trainer: runs and results are in "
@@ -100,7 +101,7 @@ def _check(arguments: GatewayArguments, settings: Settings) -> None:
         )
     keys = settings.api_keys
     if arguments.gateway.key_file or settings.key_file:
-        return  # it has digests only, and may get such a key at any time
+        return  # the file has only digests, and a key may be added at any time
     if keys and not any(key.startswith((TINKER_PREFIX, "eyJ")) for key in keys):
         raise BadRequest(
             f"LOCKSTEP_API_KEYS has no key that begins with {TINKER_PREFIX}, and clients of Tinker "

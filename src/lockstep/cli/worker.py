@@ -61,8 +61,8 @@ def worker(
     LOCKSTEP_ADMIN_TOKEN; without one, a token is generated and the JSON line names its file. The
     data port needs one of LOCKSTEP_API_KEYS, if that is set.
 
-    Exit codes: 0 it was stopped, 2 the command is wrong (do not start it again), 75 the engine
-    failed, or a lease or server that it needs was lost (start it again).
+    Exit codes: 0 the worker was stopped, 2 the command is wrong (do not restart), 75 the engine
+    failed, or a lease or server that it needs was lost (restart).
     """
     if runtime == "dynamo":
         _join_network(network)  # before torch is loaded, which takes seconds
@@ -83,7 +83,7 @@ def worker(
         limits=limits,
     )
     worker_options = replace(worker_options, origins=check_origins(worker_options.origins))
-    if worker_options.engine.arithmetic == "portable":  # torch reads it when it is loaded
+    if worker_options.engine.arithmetic == "portable":  # torch reads it at import
         os.environ.update(PORTABLE_ENVIRONMENT)
     if script is not None and runtime == "dynamo":
         raise BadRequest(
@@ -102,9 +102,11 @@ def worker(
 
 
 def _join_network(network: DynamoNetwork) -> None:
-    """Puts into the environment what Dynamo reads there. Raises BadRequest for an address that
-    other hosts of the deployment cannot reach, and Unavailable when etcd or NATS does not respond:
-    Dynamo itself would wait for it in silence."""
+    """Set the environment variables that Dynamo reads.
+
+    Raises BadRequest for an address that other hosts of the deployment cannot reach, and
+    Unavailable when etcd or NATS does not respond: Dynamo itself would wait silently.
+    """
     from lockstep.backends.dynamo.reachable import check_reachable
     from lockstep.protocol.dynamo import environment as dynamo_env
 

@@ -1,1 +1,1 @@
-"""The live page of a gateway: its static files, and the few routes behind them."""
+"""The dashboard of a gateway: its static files, and the routes behind them."""

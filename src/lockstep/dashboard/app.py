@@ -1,7 +1,7 @@
 """The routes of the dashboard on the admin port: the page, its login, events and data.
 
-Everything here only reads. Its cookie opens these routes and no other: a page that is left open
-cannot change a fleet.
+All routes only read. The cookie opens these routes and no others: a page that is left open cannot
+change a fleet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ BODY_LIMIT = 1 << 14
 ROWS = 50
 SAMPLE_BYTES = 1 << 20
 HEALTH_SECONDS = 0.9
-"""Reading all metrics is most of what a look costs: it is done at every second one."""
+"""Interval at which metrics are read. That is most of the cost of a tick, so it is done at every
+second one.
+"""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -134,14 +136,14 @@ class Dashboard:
             return Response(status_code=304, headers=headers)
         return Response(file.data, media_type=file.media_type, headers=headers)
 
-    # Who may look
+    # Login
 
     async def logged_in(self, http: Request) -> Response:
-        """Whether the cookie is good: a page cannot read it."""
+        """Return whether the cookie is valid: the page's scripts cannot read it."""
         return _data({"logged_in": self._logins.is_valid(http.cookies.get(_cookie_name(http), ""))})
 
     async def login(self, http: Request) -> Response:
-        """Sets the cookie. It is not for scripts: these have the token."""
+        """Set the cookie. It is for browsers; programs use the token."""
         body: Login = decode(LOGIN, await read_json(http, BODY_LIMIT) or b"{}")
         cookie = self._logins.begin(token=body.token, code=body.code)
         response = Response(status_code=204, headers=HEADERS)
@@ -155,12 +157,12 @@ class Dashboard:
         return response
 
     async def new_code(self, http: Request) -> Response:
-        """A code for one login, for whoever has the token."""
+        """Return a code for one login to a caller that has the token."""
         require_bearer(http, self._token)
         return json_response({"code": self._logins.new_code()}, 201)
 
     async def attach(self, http: Request) -> Response:
-        """Shows another run directory from now on, for whoever has the token."""
+        """Show another run directory from now on, for a caller that has the token."""
         require_bearer(http, self._token)
         body: AttachRun = decode(ATTACH, await read_json(http, BODY_LIMIT) or b"{}")
         directory = Path(body.directory)
@@ -178,7 +180,7 @@ class Dashboard:
         )  # fmt: skip
 
     def _check(self, http: Request) -> None:
-        """Raises Unauthorized unless the request has the cookie, or the admin token."""
+        """Raise Unauthorized unless the request has the cookie or the admin token."""
         if self._logins.is_valid(http.cookies.get(_cookie_name(http), "")):
             return
         if http.headers.get("authorization"):
@@ -195,7 +197,7 @@ class Dashboard:
         return EventStream(self._while_logged_in(http), done=b"")
 
     async def _while_logged_in(self, http: Request) -> AsyncGenerator[bytes, None]:
-        """The feed, until whoever watches has logged out or the cookie is too old."""
+        """Yield the events of the feed until the viewer logs out or the cookie expires."""
         feed = self._feed.watch()
         try:
             async for event in feed:
@@ -249,7 +251,7 @@ class Dashboard:
         return _data(await self._sessions.tree(http.path_params["id"]))
 
     async def branch(self, http: Request) -> Response:
-        """The messages of a branch: where each begins, and who wrote it."""
+        """Return the messages of a branch: where each begins, and its author."""
         self._check(http)
         tokens = await self._sessions.branch(http.path_params["id"], http.path_params["branch"])
         return _data({"total": len(tokens.ids), "segments": tokens.segments})
@@ -267,7 +269,7 @@ class Dashboard:
         return _data(await self._sessions.prefix_break(path["id"], path["turn"]))
 
     async def run(self, http: Request) -> Response:
-        """The curves of the run directory, as the report draws them."""
+        """Return the curves of the run directory, as the report draws them."""
         self._check(http)
         run = await self._read_run()
         about = {name: run.about.get(name) for name in ("model", "env", "seed", "started", "ended")}
@@ -275,7 +277,7 @@ class Dashboard:
         return _data({"about": about, "curves": drawn})
 
     async def samples(self, http: Request) -> Response:
-        """The conversations that the run kept of one step, or of its last."""
+        """Return the conversations that the run kept of one step, by default of the last."""
         self._check(http)
         run = await self._read_run()
         steps = sorted({int(sample["step"]) for sample in run.samples})
@@ -300,7 +302,9 @@ def _data(body: object) -> Response:
 
 
 def _cookie_name(http: Request) -> str:
-    """Cookies are shared by the ports of a host: every gateway has one of its own."""
+    """Return the name of the cookie. All ports of a host share cookies, so every gateway has its
+    own name.
+    """
     return f"lockstep_{http.url.port or http.url.scheme}"
 
 

@@ -1,4 +1,4 @@
-"""Every token of a branch: its text and author, and for a sampled one logprob, version and mask."""
+"""The tokens of a branch: text and author, and for sampled tokens logprob, version and mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE_TOKENS = 4096
 
 
 class MessageSpan(msgspec.Struct, frozen=True):
-    """A message of the branch: who wrote tokens [start, end), and in which turn."""
+    """A message of the branch: the author of tokens [start, end), and their turn."""
 
     author: str
     turn: int
@@ -30,10 +30,10 @@ class MessageSpan(msgspec.Struct, frozen=True):
 
 
 class TokenPage(msgspec.Struct, frozen=True):
-    """Tokens [start, start + len(ids)) by columns. Values that repeat are [value, count] pairs.
+    """Tokens [start, start + len(ids)) by columns. Repeated values are [value, count] pairs.
 
-    `mask` says which tokens the branch's own samples train. Logprobs are None where nothing was
-    sampled.
+    `mask` says which tokens the branch's own samples train. Logprobs are None for tokens that were
+    not sampled.
     """
 
     start: int
@@ -64,7 +64,9 @@ class BranchTokens:
 
     @classmethod
     def of(cls, nodes: Sequence[Node], branch: Branch, renderer: Renderer | None) -> BranchTokens:
-        """Reads them. Without a renderer tokens have no text, and only sampled ones an author."""
+        """Read the tokens. Without a renderer they have no text, and only sampled tokens an
+        author.
+        """
         path = branch.last.path()
         sampled: list[bool] = []
         turns: list[int] = []
@@ -87,7 +89,7 @@ class BranchTokens:
         )  # fmt: skip
 
     def page(self, start: int, end: int) -> TokenPage:
-        """At most PAGE_TOKENS of them, from `start` on."""
+        """Return at most PAGE_TOKENS tokens, from `start` on."""
         here = slice(start, min(end, start + PAGE_TOKENS))
         return TokenPage(
             start=start,
@@ -104,23 +106,23 @@ class BranchTokens:
 
 
 def runs(values: Iterable[Any]) -> list[list[Any]]:
-    """Run lengths: [value, count] pairs."""
+    """Return the run lengths of `values` as [value, count] pairs."""
     return [[value, len(list(group))] for value, group in groupby(values)]
 
 
 def token_texts(ids: Iterable[int], renderer: Renderer | None) -> list[str]:
-    """The string of each token; empty without a renderer or for an id that has none."""
+    """Return the string of each token; empty without a renderer or for an id that has none."""
     if renderer is None:
         return ["" for _ in ids]
-    known: dict[int, str] = {}
+    text_by_id: dict[int, str] = {}
     texts = []
     for token in ids:
-        if token not in known:
+        if token not in text_by_id:
             try:
-                known[token] = renderer.pieces.piece(token).text
+                text_by_id[token] = renderer.pieces.piece(token).text
             except BadTokenId:
-                known[token] = ""
-        texts.append(known[token])
+                text_by_id[token] = ""
+        texts.append(text_by_id[token])
     return texts
 
 
@@ -137,5 +139,5 @@ def _segments(
     texts: Sequence[str], written_by: Sequence[str], turns: Sequence[int]
 ) -> Iterator[MessageSpan]:
     for author, start, end in messages(texts, written_by):
-        # What was sampled is of the turn in which it ends, whose prompt opened the message.
+        # Sampled tokens belong to the turn in which they end: its prompt opened the message.
         yield MessageSpan(author, turns[end - 1], start, end)

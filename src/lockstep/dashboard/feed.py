@@ -1,4 +1,4 @@
-"""The event stream: what changed since the last event, computed once for all who look."""
+"""The event stream: changes since the last event, computed once for all viewers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import msgspec
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
 QUIET_SECONDS = 15.0
-"""After so long without a change a comment is sent: whoever reads knows that we are there."""
+"""Time without a change after which a comment is sent, so that viewers see that the server is
+alive.
+"""
 MOST_VIEWERS = 64
 
 Parts = Mapping[str, Mapping[str, msgspec.Struct] | msgspec.Struct | None]
@@ -21,11 +23,11 @@ Encoded = dict[str, dict[str, bytes] | bytes]
 
 
 class Feed:
-    """Looks at `read` every tick while somebody watches, and never otherwise.
+    """Feed of changes. It calls `read` at every tick, only while there are viewers.
 
-    A part that is a mapping is sent row by row, only the rows that changed; a row that is gone is
-    null. A viewer that is slow misses states, and never changes: it gets what differs from what it
-    was sent last.
+    A part that is a mapping is sent row by row, only the rows that changed; a removed row is null.
+    A slow viewer skips states but loses no change: it gets the difference from the state it was
+    last sent.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Feed:
         self.viewers = 0
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Events from now on: all there is, then changes, until the server stops."""
+        """Yield events: the whole state, then changes, until the server stops."""
         self.viewers += 1
         try:
             if self._ticking is None:
@@ -59,7 +61,7 @@ class Feed:
                 quiet += self._seconds
                 await ticked.wait()
                 if self._ticking is None:
-                    return  # whoever watches comes again
+                    return  # the viewer reconnects
         finally:
             self.viewers -= 1
             if not self.viewers:
@@ -86,13 +88,15 @@ class Feed:
         ticked.set()
 
     async def _look(self) -> None:
-        """Encodes what is new; what is as before keeps its bytes, by which viewers know it."""
+        """Encode changed parts; unchanged parts keep their bytes, by which viewers recognize
+        them.
+        """
         frame: Encoded = {}
         for name, part in (await self._read()).items():
             before = self._frame.get(name)
             if isinstance(part, Mapping):
-                known = before if isinstance(before, dict) else {}
-                frame[name] = {key: _same(known.get(key), row) for key, row in part.items()}
+                earlier_rows = before if isinstance(before, dict) else {}
+                frame[name] = {key: _same(earlier_rows.get(key), row) for key, row in part.items()}
             else:
                 frame[name] = _same(before if isinstance(before, bytes) else None, part)
         self._frame = frame
@@ -104,7 +108,7 @@ def _same(before: bytes | None, now: msgspec.Struct | None) -> bytes:
 
 
 def _changed(frame: Encoded, sent: dict[tuple[str, str], bytes]) -> bytes:
-    """The parts that differ from what was sent, as the inside of a JSON object."""
+    """Return the parts that differ from what was sent, as the inside of a JSON object."""
     parts = []
     for name, part in frame.items():
         if isinstance(part, bytes):

@@ -1,4 +1,4 @@
-"""The fleet as the dashboard shows it: a row for every worker, and one for every operation."""
+"""The fleet as the dashboard shows it: a row for every worker and every operation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.tokens.operation import Evidence, Operation
 
 SHOWN_OPERATIONS = 40
 RATE_SECONDS = 5.0
-"""Over how long tokens a second are counted: responses bring many tokens at once."""
+"""Window for tokens per second: responses deliver many tokens at once."""
 SLOW_SECONDS, MOST_SLOW = 2.0, 12
 STORE_SECONDS = 1.0
-"""How often the store is asked for operations while none is under way here."""
+"""Interval at which operations are read from the store while none runs here."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class SlowRequest(msgspec.Struct, frozen=True):
 
 
 class FleetView:
-    """Reads a fleet. Rates need the counts of earlier looks, which it keeps."""
+    """Reader of a fleet. It keeps the counts of earlier readings, from which rates are computed."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -102,7 +102,7 @@ class FleetView:
         self._read_at, self._were_running = -STORE_SECONDS, False
 
     def workers(self) -> dict[str, WorkerRow]:
-        """Every worker by its id."""
+        """Return every worker by its id."""
         now = monotonic()
         workers = self._fleet.pool.workers
         for gone in self._counts.keys() - {worker.id for worker in workers}:
@@ -110,24 +110,27 @@ class FleetView:
         return {worker.id: self._row(worker, now) for worker in workers}
 
     async def operations(self) -> dict[str, OperationRow]:
-        """The last operations and those under way, by id."""
+        """Return the last operations and the running ones, by id."""
         running = self._fleet.operations.running
         if running or self._were_running or monotonic() - self._read_at >= STORE_SECONDS:
             await self._read_operations()
         self._were_running = bool(running)
-        return self._stored | {each.id: operation_row(each) for each in running}
+        return self._stored | {operation.id: operation_row(operation) for operation in running}
 
     async def _read_operations(self) -> None:
         try:
             latest = await self._fleet.operations.latest(SHOWN_OPERATIONS)
-        except Unavailable:  # of a store that is away: those that were seen are shown
+        except Unavailable:  # the store is unavailable: show the operations read before
             return
         self._read_at = monotonic()
-        known = {key: row for key, row in self._stored.items() if row.ended is not None}
-        self._stored = {each.id: known.get(each.id) or operation_row(each) for each in latest}
+        ended = {key: row for key, row in self._stored.items() if row.ended is not None}
+        self._stored = {
+            operation.id: ended.get(operation.id) or operation_row(operation)
+            for operation in latest
+        }
 
     def totals(self, rows: dict[str, WorkerRow], model: str | None) -> FleetTotals:
-        """The fleet as one, given its workers."""
+        """Return the totals of the fleet, given its workers."""
         fleet, leadership = self._fleet, self._fleet.leadership.view()
         return FleetTotals(
             model=model,
@@ -145,7 +148,7 @@ class FleetView:
         )
 
     def slow(self) -> list[SlowRequest]:
-        """The requests that have been at a worker for longest."""
+        """Return the requests that have been at a worker for longest."""
         now = monotonic()
         old = [
             (now - attempt.begun, worker, attempt)
@@ -153,7 +156,7 @@ class FleetView:
             for attempt in worker.attempts
             if now - attempt.begun > SLOW_SECONDS
         ]
-        old.sort(key=lambda each: -each[0])
+        old.sort(key=lambda entry: -entry[0])
         return [
             SlowRequest(
                 worker.id, attempt.session, round(age, 1), worker.accepted.behind(attempt.mark)
@@ -162,7 +165,7 @@ class FleetView:
         ]
 
     def _row(self, worker: Worker, now: float) -> WorkerRow:
-        behind = Counter(worker.accepted.behind(each.mark) for each in worker.attempts)
+        behind = Counter(worker.accepted.behind(attempt.mark) for attempt in worker.attempts)
         next_try = self._fleet.pool.next_try(worker)
         return WorkerRow(
             id=worker.id,
@@ -192,7 +195,7 @@ class FleetView:
 
 
 def operation_row(operation: Operation) -> OperationRow:
-    """An operation with its phases, as far as it has come."""
+    """Return an operation with its phases so far."""
     phases: dict[str, float] = {}
     for result in operation.workers.values():
         for phase, seconds in result.seconds.items():
@@ -208,8 +211,8 @@ def operation_row(operation: Operation) -> OperationRow:
         pause_seconds=operation.pause_seconds,
         phases=phases,
         workers={
-            name: WorkerPhases(each.status, dict(each.seconds), each.error, each.evidence)
-            for name, each in operation.workers.items()
+            name: WorkerPhases(phases.status, dict(phases.seconds), phases.error, phases.evidence)
+            for name, phases in operation.workers.items()
         },
         warnings=list(operation.warnings),
         error=operation.error,

@@ -1,4 +1,4 @@
-"""The gateway's own health, read from its metrics and compared with the look before."""
+"""Health of the gateway process, computed from its metrics and the reading before."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GatewayHealth(msgspec.Struct, frozen=True):
 
 
 class _Look:
-    """The numbers of one moment: requests by route and status, and the buckets of histograms."""
+    """One reading: requests by route and status, and the buckets of histograms."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.at, self.cpu = monotonic(), process_time()
@@ -75,7 +75,7 @@ class _Look:
 
 
 class HealthView:
-    """Rates and latencies over the last seconds that somebody looked."""
+    """Rates and latencies over the last seconds in which the page was open."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -84,7 +84,7 @@ class HealthView:
     def read(
         self, slow: list[SlowRequest], store: Mapping[str, int], viewers: int
     ) -> GatewayHealth:
-        """How it is now. The first look has no rates."""
+        """Return the current health. The first reading has no rates."""
         now = _Look(self._registry)
         self._looks.append(now)
         while len(self._looks) > 2 and self._looks[1].at <= now.at - WINDOW_SECONDS:
@@ -127,9 +127,10 @@ class HealthView:
 
 
 def quantile(buckets: Buckets, share: float) -> float | None:
-    """The value below which that share lies, between the bounds of its bucket; None of nothing.
+    """Return a quantile, interpolated between the bounds of its bucket; None for an empty
+    histogram.
 
-    Beyond the last bound it is that bound.
+    Beyond the last bound the result is that bound.
     """
     bounds = sorted(buckets)
     if not bounds or not buckets[bounds[-1]]:
@@ -158,7 +159,9 @@ def _summed(histograms: Sequence[Buckets]) -> Buckets:
 
 
 def _memory() -> int:
-    """Resident bytes of this process, to the megabyte: less is no news; 0 where nobody can tell."""
+    """Return the resident bytes of this process, in whole megabytes so that it rarely changes; 0 if
+    unknown.
+    """
     if not STATM.exists():
         return 0
     pages = int(STATM.read_text().split()[1])

@@ -1,4 +1,4 @@
-"""Who may look at the dashboard: a cookie that the admin token, or a code made with it, buys."""
+"""Logins to the dashboard: a cookie in exchange for the admin token or a code made with it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MOST_CODES = 64
 
 
 class Logins:
-    """Cookies and codes of one process: with it they end.
+    """Cookies and codes of one process, which end with it.
 
-    A cookie names a login and the time of its end, and is signed. A code is for one login, soon
-    after it was made: unlike the token it may stand in an address that others can read later.
+    A cookie names a login and its expiry, and is signed. A code is valid for one login shortly
+    after it was made: unlike the token it may be part of an address that others can read later.
     """
 
     def __init__(self, token: str, clock: Callable[[], float] = time.time) -> None:
@@ -29,7 +29,7 @@ class Logins:
         self._ended: dict[str, float] = {}
 
     def new_code(self) -> str:
-        """A code that buys one cookie within `CODE_SECONDS`."""
+        """Return a code that is exchanged for one cookie within `CODE_SECONDS`."""
         now = self._clock()
         self._codes = {code: until for code, until in self._codes.items() if until > now}
         while len(self._codes) >= MOST_CODES:
@@ -39,8 +39,9 @@ class Logins:
         return code
 
     def begin(self, *, token: str | None = None, code: str | None = None) -> str:
-        """The cookie of a new login. Raises Unauthorized for a wrong token, or a code that was
-        never made, was used, or is too old."""
+        """Return the cookie of a new login. Raises Unauthorized for a wrong token, or a code that
+        is unknown, used or expired.
+        """
         if token is not None:
             if not hmac.compare_digest(token.encode(), self._token):
                 raise Unauthorized("this is not the admin token", param="token")
@@ -53,7 +54,7 @@ class Logins:
         return f"{named}.{self._signature(named)}"
 
     def is_valid(self, cookie: str) -> bool:
-        """Whether a cookie was made here, has time left, and was not logged out."""
+        """Return whether a cookie was made here, has not expired, and was not logged out."""
         named, _, signature = cookie.rpartition(".")
         if not hmac.compare_digest(signature.encode(), self._signature(named).encode()):
             return False
@@ -61,7 +62,7 @@ class Logins:
         return float(until) > self._clock() and login not in self._ended
 
     def end(self, cookie: str) -> None:
-        """Logs out: a copy of the cookie that somebody kept is of no use any more."""
+        """Log out: copies of the cookie are invalid from now on."""
         if not self.is_valid(cookie):
             return
         now = self._clock()

@@ -30,7 +30,7 @@ class RunMark(msgspec.Struct, frozen=True):
 
 
 def curves(run: Run) -> Row:
-    """One column per metric that the run has, and what happened beside the steps."""
+    """Return one column per metric of the run, and its events."""
     workers = sorted({w["id"] for step in run.steps for w in step.get("workers", ())})
     return {
         "steps": [step["step"] for step in run.steps],
@@ -55,23 +55,23 @@ def curves(run: Run) -> Row:
 
 
 def shown_events(run: Run) -> list[Row]:
-    """Events worth a line: updates happen at every step, and are drawn."""
+    """Return the events that get a line; updates are drawn instead, as every step has one."""
     return [event for event in run.events if event["kind"] != "update"]
 
 
 def pack(samples: Sequence[Row], most_bytes: int) -> tuple[list[list[Any]], list[Row], int]:
-    """The samples without repetition, and how many did not fit.
+    """Return the samples without repetition, and how many did not fit.
 
-    Token strings go into one table. Logprobs of the trainer are left out where they are the very
-    number of the engine: the difference is taken here, before anything is rounded for the page.
+    Token strings are stored in one table. Logprobs of the trainer are left out where they equal the
+    engine's: the difference is computed here, before numbers are rounded for the page.
     """
     table: dict[tuple[int, str], int] = {}
     packed = [_pack_one(sample, table) for sample in samples]
-    sizes = [len(json.dumps(each)) for each in packed]
+    sizes = [len(json.dumps(entry)) for entry in packed]
     keep = min(1.0, most_bytes / max(1, sum(sizes)))
-    # evenly over the run, so that no step loses all of its samples
-    kept = [each for at, each in enumerate(packed) if int((at + 1) * keep) > int(at * keep)]
-    return [[token, text] for token, text in table], kept, len(packed) - len(kept)
+    # Keep samples evenly over the run, so that no step loses all of them.
+    fitting = [entry for at, entry in enumerate(packed) if int((at + 1) * keep) > int(at * keep)]
+    return [[token, text] for token, text in table], fitting, len(packed) - len(fitting)
 
 
 def _pack_one(sample: Row, table: dict[tuple[int, str], int]) -> Row:
@@ -94,7 +94,9 @@ def _pack_one(sample: Row, table: dict[tuple[int, str], int]) -> Row:
         "tokens": [table.setdefault(pair, len(table)) for pair in pairs],
         "sampled": runs(sampled),
         "roles": runs(sample["roles"]),
-        "segments": [list(each) for each in messages(sample["token_strings"], sample["roles"])],
+        "segments": [
+            list(message) for message in messages(sample["token_strings"], sample["roles"])
+        ],
         "versions": runs(sample["versions"]),
         "logprobs": [number(value) for value in engine],
         "differences": differences,
@@ -103,7 +105,9 @@ def _pack_one(sample: Row, table: dict[tuple[int, str], int]) -> Row:
 
 
 def number(value: Any) -> Any:
-    """Nine digits name a float32 exactly. JSON has no NaN, and a page must not hide one."""
+    """Return a number for the page: nine digits identify a float32. JSON has no NaN, and a page
+    must not hide one.
+    """
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""Sessions as the dashboard shows them: a row in the table, the tree, tokens, and prefix breaks."""
+"""Sessions as the dashboard shows them: table rows, the tree, tokens, and prefix breaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.tokens.errors import LockstepError, NotFound
 
 MOST_ROWS = 4000
 MOST_BRANCHES = 8
-"""Branches whose tokens are kept, for the next page of them."""
+"""Branches whose tokens are cached for the next page."""
 CONTEXT_TOKENS = 120
 PREVIEW = 160
 
@@ -35,14 +35,14 @@ class SessionLine(msgspec.Struct, frozen=True):
 
 
 class SessionTable(msgspec.Struct, frozen=True):
-    """A page of sessions, the last used first; `total` counts those that were searched for."""
+    """A page of sessions, last used first; `total` counts all matches of the search."""
 
     rows: list[SessionLine]
     total: int
 
 
 class TurnRow(msgspec.Struct, frozen=True):
-    """A turn of a session. `text` is how its reply begins."""
+    """A turn of a session. `text` is the beginning of its reply."""
 
     index: int
     parent: int | None
@@ -82,7 +82,7 @@ class SessionTree(msgspec.Struct, frozen=True):
 
 
 class BreakView(msgspec.Struct, frozen=True):
-    """A prefix break: the stored history and the new prompt, from shortly before they part.
+    """A prefix break: the stored history and the new prompt, from shortly before they differ.
 
     `other` is the turn whose ids have most in common with the new prompt, `shared` how many.
     """
@@ -99,7 +99,9 @@ class BreakView(msgspec.Struct, frozen=True):
 
 
 class SessionViews:
-    """Reads sessions for the page. What is derived from turns is kept until there are more."""
+    """Reader of sessions for the page. Values derived from turns are cached until a turn is
+    added.
+    """
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -107,13 +109,13 @@ class SessionViews:
         self._tokens: OrderedDict[tuple[str, int, int], BranchTokens] = OrderedDict()
 
     async def table(self, search: str, *, limit: int, offset: int) -> SessionTable:
-        """The sessions whose id or harness holds `search`."""
+        """Return the sessions whose id or harness contains `search`."""
         sessions, wanted = self._context.sessions, search.lower()
 
         def matches(name: str) -> bool:
-            known = self._rows.get(name)
+            cached = self._rows.get(name)
             return wanted in name.lower() or (
-                known is not None and wanted in known[1].harness.lower()
+                cached is not None and wanted in cached[1].harness.lower()
             )
 
         names, total = await sessions.latest(matches, limit=limit, offset=offset)
@@ -121,13 +123,13 @@ class SessionViews:
         return SessionTable([row for row in rows if row is not None], total)
 
     async def tree(self, name: str) -> SessionTree:
-        """Raises NotFound, and Unavailable for what cannot be read back."""
+        """Return the tree of a session. Raises NotFound, and Unavailable if it cannot be read."""
         nodes, breaks = await self._context.sessions.turns(name)
         info = await self._context.sessions.info(name)
         return await asyncio.to_thread(_tree, info, nodes, breaks)
 
     async def branch(self, name: str, number: int) -> BranchTokens:
-        """The tokens of a branch. Raises NotFound."""
+        """Return the tokens of a branch. Raises NotFound."""
         nodes, _ = await self._context.sessions.turns(name)
         key = name, number, len(nodes)
         tokens = self._tokens.get(key)
@@ -141,11 +143,11 @@ class SessionViews:
         return tokens
 
     async def page(self, name: str, number: int, start: int, end: int) -> TokenPage:
-        """Tokens of a branch. Raises NotFound."""
+        """Return a page of the tokens of a branch. Raises NotFound."""
         return (await self.branch(name, number)).page(start, end)
 
     async def prefix_break(self, name: str, turn: int) -> BreakView:
-        """Where the prompt of a turn left the history before it. Raises NotFound."""
+        """Return where the prompt of a turn differs from the history before it. Raises NotFound."""
         nodes, _ = await self._context.sessions.turns(name)
         if not 0 <= turn < len(nodes) or not nodes[turn].breaks:
             raise NotFound(f"turn {turn} of session {name!r} has no prefix break", param="turn")
@@ -155,14 +157,14 @@ class SessionViews:
     async def _row(self, name: str) -> SessionLine | None:
         try:
             info = await self._context.sessions.info(name)
-            known = self._rows.get(name)
-            if known is None or known[0] != info.turns:
+            cached = self._rows.get(name)
+            if cached is None or cached[0] != info.turns:
                 nodes, breaks = await self._context.sessions.turns(name)
                 row = await asyncio.to_thread(_session_line, info, nodes, breaks)
             else:
-                row = msgspec.structs.replace(known[1], info=info)
+                row = msgspec.structs.replace(cached[1], info=info)
         except LockstepError:
-            return None  # it was deleted meanwhile, or cannot be read: its own page says why
+            return None  # deleted meanwhile, or unreadable: its own page says why
         self._rows[name] = info.turns, row
         while len(self._rows) > MOST_ROWS:
             self._rows.popitem(last=False)
@@ -172,7 +174,7 @@ class SessionViews:
         try:
             return await self._context.models.renderer()
         except LockstepError:
-            return None  # tokens have ids without a tokenizer, too
+            return None  # without a tokenizer, tokens still have ids
 
 
 def _session_line(info: SessionInfo, nodes: Sequence[Node], breaks: Counter[str]) -> SessionLine:
@@ -200,7 +202,7 @@ def _tree(info: SessionInfo, nodes: Sequence[Node], breaks: Counter[str]) -> Ses
     turns = [_turn_row(node, owner[node.index].number) for node in nodes if node.index in owner]
     return SessionTree(
         row=_session_line(info, nodes, breaks),
-        branches=[_branch_row(each) for each in branches],
+        branches=[_branch_row(row) for row in branches],
         turns=turns,
     )
 
@@ -250,14 +252,14 @@ def _branch_tokens(nodes: Sequence[Node], number: int, renderer: Renderer | None
 def _break_view(nodes: Sequence[Node], node: Node, renderer: Renderer | None) -> BreakView:
     sent = node.ids()[: node.sampled_start]
     other, shared, stored = None, 0, sent[:0]
-    for each in nodes[: node.index]:
-        if each.children:
-            continue  # its ids are the beginning of those of a later turn
-        ids = each.ids()
+    for earlier in nodes[: node.index]:
+        if earlier.children:
+            continue  # its ids are a prefix of those of a later turn
+        ids = earlier.ids()
         common = next((at for at, (a, b) in enumerate(zip(ids, sent, strict=False)) if a != b),
                       min(len(ids), len(sent)))  # fmt: skip
         if other is None or common > shared:
-            other, shared, stored = each.index, common, ids
+            other, shared, stored = earlier.index, common, ids
     window = slice(shared, shared + CONTEXT_TOKENS)
     start = max(0, shared - CONTEXT_TOKENS // 2)
     return BreakView(

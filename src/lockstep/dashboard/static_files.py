@@ -1,4 +1,4 @@
-"""The files of the dashboard's page, and the part of them that a report carries inside itself."""
+"""The static files of the dashboard, and those that a report embeds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
 }
 SHARED_SCRIPTS = ("dom.js", "charts.js", "tokens.js")
-"""What the report and the dashboard draw with, in the order of their imports."""
+"""Scripts that the report and the dashboard share, in the order of their imports."""
 SHARED_STYLE = "shared.css"
 
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """One file as it is sent."""
+    """A static file as it is sent."""
 
     data: bytes
     media_type: str
@@ -29,7 +29,7 @@ class StaticFile:
 
 
 def read_static() -> dict[str, StaticFile]:
-    """Every file by its name."""
+    """Return every file by its name."""
     by_name = {}
     for file in files("lockstep.dashboard").joinpath("static").iterdir():
         kind = MEDIA_TYPES.get(file.name.rpartition(".")[2])
@@ -41,7 +41,7 @@ def read_static() -> dict[str, StaticFile]:
 
 
 def shared_script() -> str:
-    """The shared modules as one script: a page that opens from disk cannot import any."""
+    """Return the shared modules as one script: a page opened from disk cannot import modules."""
     folder = files("lockstep.dashboard").joinpath("static")
     parts = [folder.joinpath(name).read_text("utf-8") for name in SHARED_SCRIPTS]
     joined = "\n".join(re.sub(r"^import .*\n", "", part, flags=re.M) for part in parts)
@@ -49,5 +49,5 @@ def shared_script() -> str:
 
 
 def shared_style() -> str:
-    """The style of what they draw."""
+    """Return the style sheet that the shared scripts need."""
     return files("lockstep.dashboard").joinpath("static", SHARED_STYLE).read_text("utf-8")

@@ -1,1 +1,1 @@
-"""The HTTP server and the HTTP client that Lockstep speaks with, and nothing of any dialect."""
+"""HTTP server and HTTP client, without anything of a dialect."""

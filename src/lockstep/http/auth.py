@@ -1,4 +1,4 @@
-"""Who may call a listener: API keys, host names, and the web pages of which sites."""
+"""Authentication of requests to a listener: API keys, Host headers, and sites of web pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.tokens.errors import Forbidden, LockstepError, Unauthorized
 
 OPEN_PATHS = ("/health",)
 OWN_SITE = (b"same-origin", b"none")
-"""Sent by a page of this listener, and for an address that somebody typed."""
+"""Sec-Fetch-Site values of a page of this listener, and of an address typed into the browser."""
 
 
 class KeyTable(Protocol):
@@ -30,12 +30,14 @@ class KeyTable(Protocol):
         ...
 
     async def find(self, digest: bytes) -> Any:
-        """The caller whose key has this digest (see `key_digest`), or None."""
+        """Return the caller whose key has this digest (see `key_digest`), or None."""
         ...
 
 
 class FixedKeys:
-    """Keys that are all alike and do not change while the listener runs; none of them: open."""
+    """Keys that are equivalent and do not change while the listener runs. Without keys it is
+    open.
+    """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = {digest for key in keys for digest in key_digests(key)}
@@ -49,10 +51,10 @@ class FixedKeys:
 
 
 class RequestAuth:
-    """Middleware that lets requests with one of `keys` pass; `hosts` None takes any Host header.
+    """Middleware that accepts requests with one of `keys`; `hosts` None accepts any Host header.
 
-    On a loopback listener only loopback names are taken as Host, so that a web page cannot reach
-    it through a name that resolves to this machine.
+    A loopback listener accepts only loopback names as Host, so that a web page cannot reach it
+    through a name that resolves to this machine.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class RequestAuth:
         await self._app(scope, receive, send)
 
     async def check(self, scope: Scope) -> None:
-        """Puts the caller into the request's state. Raises Forbidden or Unauthorized for a request
-        that may not pass."""
+        """Store the caller in the request's state. Raises Forbidden or Unauthorized for a request
+        that is not allowed.
+        """
         named: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of a name counts
         if self._hosts is not None:
             host = bare_host(named.get(b"host", b"").decode("latin-1"))
@@ -97,27 +100,34 @@ class RequestAuth:
         self.admit(scope, caller, presented)
 
     def admit(self, scope: Scope, caller: Any, presented: bytes) -> None:
-        """Raises what keeps this caller, None where no key is needed, from what it requests."""
+        """Raise the error of a request that this caller may not send. `caller` is None where no key
+        is needed.
+        """
 
 
 def presented_key(headers: Mapping[bytes, bytes]) -> bytes:
-    """The key that a request carries, byte for byte as it was sent; empty when there is none."""
+    """Return the key of a request, byte for byte as it was sent; empty when there is none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def key_digest(key: bytes) -> bytes:
-    """What is kept of a key. Keys are looked up by it: how long that takes depends on bits that
-    nobody can choose, so that it tells nothing about a key."""
+    """Return the digest under which a key is stored and looked up.
+
+    The time of a lookup depends on bits of the digest, which a client cannot choose, so it reveals
+    nothing about the key.
+    """
     return sha256(key).digest()
 
 
 def key_digests(key: str) -> set[bytes]:
-    """The digests of a key in every encoding that clients send: most use UTF-8, some Latin-1."""
+    """Return the digests of a key in every encoding that clients send: mostly UTF-8, some
+    Latin-1.
+    """
     encoded = {key.encode()}
     with suppress(UnicodeEncodeError):
         encoded.add(key.encode("latin-1"))
-    return {key_digest(each) for each in encoded}
+    return {key_digest(key_bytes) for key_bytes in encoded}
 
 
 def bare_host(header: str) -> str:
@@ -128,11 +138,11 @@ def bare_host(header: str) -> str:
 
 
 class CrossSiteFilter:
-    """An application that rejects requests which a browser sends for a page of another site.
+    """Application that rejects requests which a browser sends for a page of another site.
 
-    A browser says where a request comes from (Origin, Sec-Fetch-Site), and a page cannot change
-    that; other clients send neither header. `origins` are those whose pages may call `app`, such as
-    https://app.example; "*" takes all.
+    A browser reports the origin of a request (Origin, Sec-Fetch-Site), and a page cannot change
+    that; other clients send neither header. Pages of `origins`, such as https://app.example, may
+    call `app`; "*" allows all.
     """
 
     def __init__(self, app: ASGIApp, origins: Iterable[str] = ()) -> None:
@@ -154,7 +164,9 @@ class CrossSiteFilter:
         await self._app(scope, receive, send)
 
     def _foreign(self, scope: Scope) -> str | None:
-        """Whose page has sent a request, when it may not; None for any other request."""
+        """Return the site whose page sent a request that it may not send; None for any other
+        request.
+        """
         origin = site = mode = host = None
         for name, value in scope["headers"]:
             if name == b"origin":
@@ -170,7 +182,8 @@ class CrossSiteFilter:
         if ANY_ORIGIN in self._origins:
             return None
         if origin is None:
-            # Following a link is no call: nothing of it can be read, and GET changes nothing.
+            # Following a link is not a call: the page cannot read the response, and GET changes
+            # nothing.
             followed = mode == b"navigate" and scope["method"] in ("GET", "HEAD")
             return None if followed else "another site"
         named: str = origin.decode("latin-1")

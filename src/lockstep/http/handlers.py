@@ -1,4 +1,4 @@
-"""What every HTTP route shares: typed errors, streams, and clients that go away."""
+"""Shared parts of HTTP routes: typed errors, event streams, and disconnected clients."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 CALLER = "caller"
-"""Where, in the state of a request, its caller is found: what is known about its key."""
+"""Key in the state of a request under which its caller is stored: the tenant of its API key."""
 
 
 def json_response(body: bytes | bytearray | object, status: int = 200) -> Response:
-    """A response of JSON; bytes are sent as they are, for they hold JSON already."""
+    """Return a JSON response; bytes are sent unchanged, because they are JSON already."""
     raw = body if isinstance(body, bytes | bytearray) else msgspec.json.encode(body)
     return Response(bytes(raw), status, media_type="application/json")
 
 
 def require_bearer(request: Request, token: str) -> None:
-    """Raises Unauthorized unless the request carries this bearer token."""
+    """Raise Unauthorized unless the request has this bearer token."""
     scheme, _, presented = request.headers.get("authorization", "").partition(" ")
-    # As bytes: header values are decoded as Latin-1, and texts beyond ASCII cannot be compared.
+    # Compare bytes: header values are decoded as Latin-1, and compare_digest rejects text beyond
+    # ASCII.
     sent = presented.encode("latin-1")
     if scheme.lower() != "bearer" or not hmac.compare_digest(sent, token.encode()):
         raise Unauthorized(
@@ -56,7 +57,7 @@ def require_bearer(request: Request, token: str) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from an async iterator, which is closed when the client goes away.
+    """Server-sent events from an async iterator, which is closed when the client disconnects.
 
     An error after the start becomes an event `{"error": ...}`; `done` always ends the stream.
     """
@@ -80,9 +81,10 @@ class EventStream(Response):
     async def started(
         cls, request: Request, events: AsyncGenerator[bytes, None], request_id: str | None = None
     ) -> EventStream:
-        """The stream once its first event is there: what fails before that still has a status.
+        """Return the stream once its first event is ready, so that an earlier failure still has a
+        status.
 
-        Raises what `events` raises before its first event, and ClientGone.
+        Raises ClientGone, and any error that `events` raises before its first event.
         """
         return cls(_Started(await unless_gone(request, _first(events)), events), request_id)
 
@@ -109,7 +111,7 @@ class EventStream(Response):
 
 
 class _Started:
-    """Events of which the first is here already; closing them closes the rest, begun or not."""
+    """Events whose first one is already read; closing them closes the rest."""
 
     def __init__(self, first: bytes | None, rest: AsyncGenerator[bytes, None]) -> None:
         self._first = first
@@ -133,7 +135,7 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes | None:
 
 
 async def on_lockstep_error(request: Request, error: Exception) -> Response:
-    """The response for a typed error, with Retry-After where it has one."""
+    """Return the response for a typed error, with Retry-After if the error has one."""
     if not isinstance(error, LockstepError):
         raise error
     if tracing.active is not None:
@@ -142,13 +144,13 @@ async def on_lockstep_error(request: Request, error: Exception) -> Response:
     if error.retry_after is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     elif error.status == 409:
-        # OpenAI's client sends a request again after a 409, unless it is told not to.
+        # OpenAI's client retries a request after a 409 unless this header forbids it.
         response.headers["x-should-retry"] = "false"
     return response
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """The response for an error of the router: no such route, or another method."""
+    """Return the response for an error of the router: no such route, or another method."""
     if not isinstance(error, HTTPException):
         raise error
     where = f"{request.method} {request.url.path}"
@@ -166,8 +168,8 @@ def _templates(app: Starlette) -> RouteTemplates:
 
 
 def _hint(request: Request) -> str:
-    """The way out for a path that no route has: mostly it is `/v1` too often, or not at all."""
-    path, known = request.url.path, _templates(request.app)
+    """Return a hint for a path without a route: mostly `/v1` is repeated or missing."""
+    path, templates = request.url.path, _templates(request.app)
     guesses = (
         path.replace("/v1/v1/", "/v1/", 1),
         f"/v1{path}",
@@ -175,26 +177,28 @@ def _hint(request: Request) -> str:
         re.sub("^(/sessions/[^/]+)/", r"\1/v1/", path),
     )
     for guess in guesses:
-        if guess != path and known.of(guess) != UNKNOWN:
+        if guess != path and templates.of(guess) != UNKNOWN:
             return f"; did you mean {guess}?"
-    return "; GET /docs lists the routes" if known.of("/docs") != UNKNOWN else ""
+    return "; GET /docs lists the routes" if templates.of("/docs") != UNKNOWN else ""
 
 
 async def on_gone(_: Request, __: Exception) -> Response:
-    """What is logged as the status of a request whose client left; nobody reads it."""
+    """Return the status that is logged for a request whose client disconnected; it is never
+    sent.
+    """
     return Response(status_code=499)
 
 
 async def on_crash(request: Request, error: Exception) -> Response:
-    """The response for an unexpected error: a request id to find its cause in the log."""
+    """Return the response for an unexpected error: a request id to find its cause in the log."""
     if isinstance(error, RecursionError):
-        # JSON within every limit may still be too deep for what is done with it.
+        # JSON within every limit may still be nested too deep for recursive code.
         return await on_lockstep_error(request, too_deep())
     if tracing.active is not None:
         tracing.active.request_failed(error)
     path = request.scope["path"].encode("unicode_escape").decode()
     named = request_id_of(request) or secrets.token_hex(8)
-    # What went wrong inside is for the log only: a text of an error may hold anything.
+    # The cause is only logged: the text of an unexpected error may hold secrets.
     caller = request.scope.get("state", {}).get(CALLER)
     log.error(
         "%s %s failed, request %s, key %s", request.method, path, named, caller, exc_info=error
@@ -213,7 +217,7 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
 
 
 def request_id_of(request: Request) -> str | None:
-    """The id of a request: the one its handler chose, else that of its header, if it is one."""
+    """Return the id of a request: the one its handler chose, else a valid one in its header."""
     chosen: str | None = getattr(request.state, "request_id", None)
     if chosen is None:
         header = request.headers.get("x-request-id", "")

@@ -1,7 +1,8 @@
-"""A request as handlers use it: indexed headers, a body within limits, a client that may leave.
+"""Requests as handlers use them: indexed headers, bodies within limits, clients that may
+disconnect.
 
-Starlette goes through all headers for each name, and raises an error for each that is missing: a
-request of an agent has some twenty headers, and a dozen names are looked up in it.
+Starlette scans all headers for every name, and raises an error for a missing one. An agent's
+request has about twenty headers, and a dozen names are looked up in it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from lockstep.tokens.errors import BadRequest, TooLarge
 T = TypeVar("T")
 JSON = "application/json"
 SIZE = "body_bytes"
-"""Where a request's state holds the size of its body."""
+"""Key in the state of a request under which the size of its body is stored."""
 
 
 GONE = "lockstep.gone"
-"""An extension in the scope: takes what to call when the client has gone, or None for nothing."""
+"""Extension in the scope that registers a callback for a disconnected client; None removes it."""
 
 
 class ClientGone(Exception):
@@ -39,7 +40,9 @@ class ClientGone(Exception):
 
 
 class IndexedHeaders(Headers):
-    """Starlette's headers with an index. Of several with one name the first counts, as there."""
+    """Starlette's headers with an index. The first of several headers of one name counts, as
+    there.
+    """
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope=scope)
@@ -64,7 +67,7 @@ class IndexedHeaders(Headers):
 
 
 class IndexedRequest(Request):
-    """Starlette's request with such headers."""
+    """Starlette's request with indexed headers."""
 
     @property
     def headers(self) -> Headers:
@@ -74,7 +77,7 @@ class IndexedRequest(Request):
 
 
 class Presence:
-    """Whether the client of one request is there, and whom to tell when it leaves."""
+    """Whether the client of one request is connected, and the callback for when it disconnects."""
 
     __slots__ = ("_call", "_gone")
 
@@ -83,7 +86,7 @@ class Presence:
         self._call: Callable[[], object] | None = None
 
     def when_gone(self, call: Callable[[], object] | None) -> None:
-        """Has `call` called when the client goes, or now if it has gone."""
+        """Call `call` when the client disconnects, or now if it has."""
         self._call = call
         if self._gone and call is not None:
             call()
@@ -95,7 +98,9 @@ class Presence:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away (raises ClientGone)."""
+    """Return the result of `work`, which is cancelled when the client disconnects (raises
+    ClientGone).
+    """
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("a request is handled in a task")
@@ -110,7 +115,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        # As in asyncio.timeout: only if nobody else wants this task to end.
+        # As in asyncio.timeout: only if no other code cancelled this task too.
         if left and task.uncancel() == 0:
             raise ClientGone from None
         raise
@@ -119,16 +124,16 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def read_json(request: Request, limit: int) -> bytes:
-    """The raw body, which may be empty.
+    """Return the raw body, which may be empty.
 
     Raises BadRequest unless it is declared as JSON, TooLarge past `limit`, and ClientGone when the
-    client leaves before its end.
+    client disconnects before its end.
     """
     return b"".join(await read_pieces(request, limit))
 
 
 async def read_body(request: Request, decode: Callable[[bytes], T], limits: RequestLimits) -> T:
-    """What `decode` makes of the body, which is refused before that if it holds too much.
+    """Return the decoded body. A body that exceeds a limit is rejected before decoding.
 
     Raises as `read_json` and `decode`, and BadRequest for a decoded body past a limit.
     """
@@ -145,7 +150,9 @@ async def read_body(request: Request, decode: Callable[[bytes], T], limits: Requ
 async def read_pieces(
     request: Request, limit: int, kinds: tuple[str, ...] = (JSON,)
 ) -> list[bytes]:
-    """The body as it came. Raises as `read_json`; `kinds` are the content types that are taken."""
+    """Return the body in the pieces that arrived. Raises as `read_json`; `kinds` are the accepted
+    content types.
+    """
     kind = request.headers.get("content-type")
     if kind is not None:
         _check_kind(kind, kinds)
@@ -158,7 +165,7 @@ async def read_pieces(
         piece, more = message.get("body", b""), message.get("more_body", False)
         size += len(piece)
         if size and kind is None:
-            # A web page may send such a body to any server, without being asked who it is.
+            # A web page may send a body of such a type to any server without a CORS preflight.
             raise BadRequest(
                 f"the body has no content-type: send {' or '.join(kinds)}", param="content-type"
             )
@@ -169,7 +176,7 @@ async def read_pieces(
 
 
 def body_bytes(request: Request) -> int:
-    """The size of the body that `read_body` decoded, as it came."""
+    """Return the size of the body that `read_body` decoded, as it arrived."""
     size: int = request.scope["state"][SIZE]
     return size
 

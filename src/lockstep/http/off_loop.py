@@ -1,9 +1,9 @@
-"""The one policy for work that would hold the event loop: what is large, and who does it.
+"""Policy for work that would block the event loop: thresholds of large work, and the thread pool.
 
-Work of more than about a millisecond is done by a pool of threads, so that other requests go on.
-Handing work to a thread costs 50 to 100 µs and, while the loop is busy, up to the 5 ms after which
-the interpreter switches threads: smaller work is done on the loop. The thresholds below were
-measured on one core of a server CPU; each names the work that takes a few milliseconds past it.
+Work of more than about a millisecond runs in a pool of threads, so that other requests continue.
+Passing work to a thread costs 50 to 100 µs and, while the loop is busy, up to the 5 ms after which
+the interpreter switches threads: smaller work runs on the loop. The thresholds below were measured
+on one core of a server CPU; each names the work that takes a few milliseconds past it.
 
 Calls that wait instead of computing (a file system, a download, another thread) use
 `asyncio.to_thread`: its pool may fill up with waiting calls, and this one must not.
@@ -49,7 +49,7 @@ TEXT_FIELDS = {"role", "content", "tool_call_id", "name"}
 
 
 async def off_loop(large: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the result of `work`, which a thread does if it is `large`."""
+    """Return the result of `work`, which runs in a thread if it is `large`."""
     if not large:
         return work(*args, **kwargs)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Which route a path belongs to, as the template that the route was declared with."""
+"""Mapping of paths to the templates of their routes, such as /sessions/{id}."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ UNKNOWN = "unknown"
 
 
 class RouteTemplates:
-    """The templates of some routes and of those mounted below them: as many as were declared, so
-    that they can be labels, whatever clients send."""
+    """The templates of some routes and of the routes mounted below them. Their number is fixed, so
+    that they can be metric labels whatever paths clients send.
+    """
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
         self._plain: set[str] = set()
@@ -20,7 +21,7 @@ class RouteTemplates:
         self._add(routes, "")
 
     def of(self, path: str) -> str:
-        """The template of the route that this path belongs to, or "unknown"."""
+        """Return the template of the route of this path, or "unknown"."""
         if path in self._plain:
             return path
         for pattern, template in self._patterns:

@@ -1,4 +1,4 @@
-"""Server-sent events, as every dialect streams its responses: written, and read back."""
+"""Server-sent events, as every dialect streams its responses: encoding and decoding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ MEDIA_TYPE = "text/event-stream"
 
 
 def event(payload: msgspec.Struct | dict[str, object]) -> bytes:
-    """One event with this payload as its JSON data."""
+    """Return one event with this payload as its JSON data."""
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
 class EventReader:
-    """Cuts a byte stream into the data of its events, wherever the network cut it.
+    """Decoder of a byte stream into the data of its events, wherever the network cut it.
 
-    `done` turns true at `[DONE]`; what comes after that is not read.
+    `done` is true from `[DONE]` on; later data is not read.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class EventReader:
         return len(self._line) + sum(map(len, self._data))
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that `chunk` completed."""
+        """Return the data of the events that `chunk` completed."""
         between = not (self.done or self._line or self._data)
         if between and (whole := _whole_events(chunk)) is not None:
             self.done = whole[-1] == b"[DONE]"
@@ -61,7 +61,7 @@ class EventReader:
 
 
 def _whole_events(chunk: bytes) -> list[bytes] | None:
-    """The data of a chunk that is nothing but events of one line each, as most are; else None."""
+    """Return the data of a chunk of complete one-line events, which most chunks are; else None."""
     if not chunk.startswith(b"data: ") or not chunk.endswith(b"\n\n") or b"\r" in chunk:
         return None
     events = chunk[6:-2].split(b"\n\ndata: ")

@@ -1,4 +1,4 @@
-"""TLS for listeners and for the client: certificates from files, read again when they change."""
+"""TLS for listeners and clients: certificates from files, reloaded when they change."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """A certificate (with those that vouch for it) and its key, as PEM files.
+    """A certificate (with its intermediate certificates) and its key, as PEM files.
 
-    `ca` holds the certificates that vouch for the other side: a listener that has it takes only
-    clients with a certificate of theirs, a client trusts these and no others.
+    `ca` holds the CA certificates for the peer: a listener that has it accepts only clients with a
+    certificate of these CAs, a client trusts only these CAs.
     """
 
     cert: Path | None = None
@@ -32,7 +32,7 @@ class TlsFiles:
     ca: Path | None = None
 
     def check(self) -> None:
-        """Raises BadRequest unless certificate and key come together."""
+        """Raise BadRequest if only one of certificate and key is set."""
         if (self.cert is None) != (self.key is None):
             there, missing = ("key", "certificate") if self.cert is None else ("certificate", "key")
             raise BadRequest(
@@ -42,7 +42,7 @@ class TlsFiles:
             )
 
     def stamp(self) -> Stamp:
-        """Changes when a file does. Raises OSError when one cannot be looked at."""
+        """Return a value that changes when a file does. Raises OSError if a file cannot be read."""
         stamps = []
         for path in (self.cert, self.key, self.ca):
             if path is not None:
@@ -51,7 +51,9 @@ class TlsFiles:
         return tuple(stamps)
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Raises OSError, which ssl.SSLError is, when a file cannot be read or used."""
+        """Load the files into a context. Raises OSError, of which ssl.SSLError is one, for an
+        unusable file.
+        """
         if self.ca is not None:
             context.load_verify_locations(self.ca)
         if self.cert is not None:
@@ -90,35 +92,37 @@ class ListenerTls:
 
 
 def without_ca(files: TlsFiles | None) -> TlsFiles | None:
-    """The same for a listener whose clients need no certificate: they have keys."""
+    """Return the files without `ca`, for a listener whose clients have keys instead of
+    certificates.
+    """
     return None if files is None else replace(files, ca=None)
 
 
 class Certificates:
-    """A context from files, and the same after they have changed.
+    """A TLS context that follows changes of its files.
 
-    New files that cannot be used change nothing. Certificates taken out of `ca` are trusted until
-    the process ends.
+    New files that are unusable change nothing. Certificates removed from `ca` are trusted until the
+    process ends.
     """
 
     def __init__(self, files: TlsFiles, new: Callable[[TlsFiles], ssl.SSLContext]) -> None:
-        """Raises BadRequest when the files cannot be used."""
+        """Raise BadRequest for unusable files."""
         self._files, self._new = files, new
         self._bad: Stamp | None = None
         try:
             self._stamp = files.stamp()
             self.context = new(files)
-        except OSError as error:  # which ssl.SSLError is
+        except OSError as error:  # ssl.SSLError is one
             raise BadRequest(f"TLS cannot be set up: {_why(error, files)}", param="tls") from None
 
     def refresh(self) -> None:
-        """Loads the files again if they have changed; connections that are open stay."""
+        """Reload the files if they have changed; open connections are kept."""
         stamp: Stamp | None = None
         try:
             stamp = self._files.stamp()
             if stamp in (self._stamp, self._bad):
                 return
-            self._new(self._files)  # first apart: half of a new pair must not be served
+            self._new(self._files)  # try them apart first: half of a new pair must not be served
             self._files.load_into(self.context)
         except OSError as error:
             if stamp != self._bad or stamp is None:
@@ -135,12 +139,14 @@ def _why(error: OSError, files: TlsFiles) -> str:
 
 
 def listener_certificates(files: TlsFiles) -> Certificates:
-    """For a listener; with `ca`, clients need a certificate too. Raises BadRequest."""
+    """Return the certificates of a listener; with `ca`, clients need one too. Raises BadRequest."""
     return Certificates(files, _listener_context)
 
 
 def client_certificates() -> Certificates:
-    """For a client; without `ca` the system's are trusted. Raises BadRequest."""
+    """Return the certificates of a client; without `ca` it trusts the system's. Raises
+    BadRequest.
+    """
     return Certificates(_of_clients or _from_environment(), _client_context)
 
 
@@ -148,9 +154,10 @@ _of_clients: TlsFiles | None = None
 
 
 def use_for_clients(files: TlsFiles | None) -> None:
-    """Has every client of this process made from now on use these files: what it trusts and who it
-    is; None for those that the environment names, as by default. Raises BadRequest unless
-    certificate and key come together."""
+    """Use these files for every client that this process makes from now on; None for the default,
+    the files that the environment names. Raises BadRequest if only one of certificate and key is
+    set.
+    """
     global _of_clients
     if files is not None:
         files.check()

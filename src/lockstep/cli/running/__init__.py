@@ -1,1 +1,1 @@
-"""Commands for a gateway that runs: its state and control, keys, samples and live page."""
+"""Commands for a running gateway: state and control, keys, samples and the dashboard."""

@@ -65,7 +65,7 @@ class FleetConnection:
     as_json: Annotated[bool, Flag("Print JSON, for scripts.", name="json")] = False
 
     def run(self, work: Callable[[RemoteFleet], Awaitable[None]]) -> None:
-        """Runs `work` on the fleet. Raises typer.Exit where the fleet reports a failure."""
+        """Run `work` on the fleet. Raises typer.Exit if the fleet reports a failure."""
         url, token = find_control_plane(self.url, self.token_file, Settings.read())
 
         async def main() -> None:
@@ -85,7 +85,7 @@ class FleetConnection:
             raise typer.Exit(FAILED) from None
 
     def operate(self, call: Callable[[RemoteFleet], Awaitable[Operation]]) -> None:
-        """Runs an operation on the fleet and prints how it went."""
+        """Run an operation on the fleet and print its result."""
 
         async def work(fleet: RemoteFleet) -> None:
             with Progress("The fleet is at work", visible=not self.as_json):
@@ -185,7 +185,7 @@ def update_weights(
     *,
     connection: FleetConnection,
 ) -> None:
-    """Load new weights on every worker; each must prove that it has them before it serves."""
+    """Load new weights on every worker. A worker must prove that it has them before it serves."""
     connection.operate(
         lambda fleet: fleet.update_weights(model_directory(directory), version, mode=mode, key=key)
     )
@@ -201,7 +201,7 @@ def load_lora(
     *,
     connection: FleetConnection,
 ) -> None:
-    """Load a LoRA adapter on every worker; one of the same name is replaced."""
+    """Load a LoRA adapter on every worker, replacing an adapter of the same name."""
     connection.operate(lambda fleet: fleet.load_adapter(name, path, version))
 
 
@@ -224,7 +224,7 @@ def drain(
     *,
     connection: FleetConnection,
 ) -> None:
-    """Remove a worker: it gets no new requests, ends those it has, and leaves the fleet."""
+    """Remove a worker: it gets no new requests, finishes its running ones, and leaves the fleet."""
 
     async def act(fleet: RemoteFleet) -> None:
         result = await fleet.drain(worker, drain_seconds=seconds)
@@ -242,7 +242,7 @@ def drain(
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands of this module."""
+    """Add the commands of this module to `app`."""
     for command in (
         state, workers, pause, resume, update_weights, load_lora, unload_lora, drain,
     ):  # fmt: skip

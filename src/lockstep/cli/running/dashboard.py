@@ -1,4 +1,4 @@
-"""`lockstep dashboard`: opens the page of a running gateway in a browser."""
+"""`lockstep dashboard`: open the page of a running gateway in a browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dashboard(
 ) -> None:
     """Open the live page of a gateway: its fleet, sessions token by token, training and health.
 
-    The address logs in by itself, once, within five minutes.
+    The printed address logs in once, within five minutes.
     """
     url, token = find_control_plane(connection.url, connection.token_file, Settings.read())
     code = asyncio.run(_login_code(url, token, None if run is None else str(run.resolve())))
@@ -47,7 +47,9 @@ def dashboard(
 
 
 async def _login_code(url: str, token: str, run: str | None) -> str:
-    """A code for one login, after the run was attached. Raises what the gateway answers."""
+    """Attach the run, if one is named, and return a code for one login. Raises the gateway's
+    error.
+    """
     client = HttpClient(url, api_key=token)
     try:
         if run is not None:

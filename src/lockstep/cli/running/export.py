@@ -1,4 +1,4 @@
-"""`lockstep export samples SOURCE...`: samples in the forms that other programs read."""
+"""`lockstep export samples SOURCE...`: samples in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Format = Literal["jsonl", "parquet", "verifiers", "openenv"]
 
 @app.callback()
 def export() -> None:
-    """Write what was recorded in forms others read."""
+    """Write samples in the formats of other programs."""
 
 
 @app.command()
@@ -71,7 +71,7 @@ def samples(
 ) -> None:
     """Export samples: token ids, which were sampled, their logprobs and weight versions.
 
-    Samples of a session count as read after it, as those that a trainer reads do.
+    An exported session counts as read, as one that a trainer has read does.
     """
     if form == "parquet" and output is None:
         raise BadRequest("--format parquet needs --output, a directory", param="output")
@@ -109,7 +109,9 @@ def _samples(
 def _samples_of_session(
     session: str, kinds: str | None, connection: FleetConnection
 ) -> list[ExportedSample]:
-    """Raises NotFound when the gateway has no such session, BadRequest when there is no gateway."""
+    """Return the samples of a session. Raises NotFound if the gateway has no such session,
+    BadRequest if there is no gateway.
+    """
     url, token = find_control_plane(connection.url, connection.token_file, Settings.read())
 
     async def fetch() -> list[ExportedSample]:
@@ -151,7 +153,7 @@ def _write_lines(
 
 @contextmanager
 def _opened(output: Path | None) -> Iterator[IO[bytes]]:
-    """The file, which is there only once it is whole; or standard output."""
+    """Open the output: a file that appears only once it is complete, or standard output."""
     if output is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""The fleet as a table in the terminal: one line for each worker, details on demand."""
+"""The fleet as a table in the terminal: one line per worker, details on demand."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ LAST_OPERATIONS = 3
 
 
 def fleet_view(state: dict[str, Any], *, details: bool = False) -> RenderableType:
-    """The state of a fleet (GET /v1/rl/state): a summary, the workers, and the last operations.
+    """Render the state of a fleet (GET /v1/rl/state): a summary, the workers, and the last
+    operations.
 
-    `details` adds where each worker is, its whole reason, and how every operation fared.
+    `details` adds the URLs of workers, their full reasons, and the results of operations.
     """
     rows = [
         (
@@ -29,10 +30,10 @@ def fleet_view(state: dict[str, Any], *, details: bool = False) -> RenderableTyp
         for row in state["workers"]
     ]
     rows += [
-        (one["id"], Text("refused", style="red"), "-", "-", one["reason"])
-        for one in state.get("refused", ())
+        (worker["id"], Text("refused", style="red"), "-", "-", worker["reason"])
+        for worker in state.get("refused", ())
     ]
-    last = [_operation(each) for each in state["operations"][:LAST_OPERATIONS]]
+    last = [_operation(operation) for operation in state["operations"][:LAST_OPERATIONS]]
     return Group(
         Text(_summary(state), style="bold"),
         *(Text(line) for line in _leadership(state)),
@@ -53,12 +54,14 @@ def _summary(state: dict[str, Any]) -> str:
 
 
 def _leadership(state: dict[str, Any]) -> list[str]:
-    """Who leads, where this gateway is not alone; and that it was superseded, where it was."""
+    """Describe the leading gateway if several share the fleet, and whether this one was
+    superseded.
+    """
     lines = []
     if state.get("role", "alone") != "alone":
         leader = state["leader"] or "nobody yet"
         does = "leads the fleet" if state["role"] == "leader" else f"follows {leader}"
-        alive = ", ".join(each["address"] for each in state["gateways"])
+        alive = ", ".join(gateway["address"] for gateway in state["gateways"])
         lines.append(f"this gateway {does} (generation {state['generation']}); gateways: {alive}")
     if state.get("superseded"):
         lines.append(
@@ -80,19 +83,21 @@ def _details(state: dict[str, Any]) -> list[str]:
         lines += [f"  GPUs: {', '.join(row['gpus'])}"] if row.get("gpus") else []
         lines += [f"  why: {_why(row)}"] if row["reason"] else []
     lines += ["", "operations, newest first:"] if state["operations"] else []
-    for each in state["operations"]:
-        lines.append(f"  {_operation(each)}" + (f": {each['error']}" if each["error"] else ""))
-        lines += [f"    warning: {warning}" for warning in each.get("warnings", ())]
+    for operation in state["operations"]:
+        lines.append(
+            f"  {_operation(operation)}" + (f": {operation['error']}" if operation["error"] else "")
+        )
+        lines += [f"    warning: {warning}" for warning in operation.get("warnings", ())]
         lines += [
             f"    {name}: {result['status']}{_proof(result)}"
-            for name, result in (each.get("workers") or {}).items()
+            for name, result in (operation.get("workers") or {}).items()
             if result["status"] != "ok" or result.get("evidence")
         ]
     return lines
 
 
 def _proof(result: dict[str, Any]) -> str:
-    """Why a worker failed, and what decided whether it was believed to hold the new weights."""
+    """Describe why a worker failed, and the evidence for or against its new weights."""
     error = f": {result.get('error')}" if result["status"] != "ok" else ""
     evidence = result.get("evidence")
     if not evidence:
@@ -114,6 +119,8 @@ def _why(row: dict[str, Any]) -> str:
     return f"{row['reason'] or ''}{tried}"
 
 
-def _operation(each: dict[str, Any]) -> str:
-    pause = f", paused {each['pause_seconds'] * 1e3:.0f} ms" if each["pause_seconds"] else ""
-    return f"{each['kind']} {each['version'] or ''} {each['status']}{pause}"
+def _operation(operation: dict[str, Any]) -> str:
+    pause = (
+        f", paused {operation['pause_seconds'] * 1e3:.0f} ms" if operation["pause_seconds"] else ""
+    )
+    return f"{operation['kind']} {operation['version'] or ''} {operation['status']}{pause}"

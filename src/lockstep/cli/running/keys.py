@@ -53,9 +53,9 @@ def add(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add a new key and print it. It is stored nowhere: keep it.
+    """Add a new key and print it. The key itself is not stored: keep it.
 
-    A tenant may have several: to rotate one, add another, and revoke the first.
+    A tenant may have several keys: to rotate a key, add another and revoke the first.
     """
     stored, key = asyncio.run(_on_keys(key_file, store, lambda keys: keys.add(tenant, prefix)))
     if as_json:

@@ -1,1 +1,1 @@
-"""What `lockstep serve` and `lockstep gateway` share: options, state, workers, and the run."""
+"""Shared parts of `lockstep serve` and `lockstep gateway`: options, state, workers, and the run."""

@@ -147,7 +147,7 @@ class GatewayArguments:
         return self.pool(worker_api_key=settings.worker_api_key)
 
     def with_tokenizer(self, model: str) -> GatewayArguments:
-        """Return the same with the tokenizer of `model`, unless another one is set."""
+        """Return these arguments with the tokenizer of `model`, unless a tokenizer is set."""
         tokenizer = self.gateway.tokenizer or model
         return replace(self, gateway=replace(self.gateway, tokenizer=tokenizer))
 

@@ -30,7 +30,7 @@ class DynamoWorkers:
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
-        """The workers that Dynamo's discovery lists are in the fleet while the block runs."""
+        """Keep the workers that Dynamo's discovery lists in the fleet while the block runs."""
         from lockstep.backends.dynamo.discovery import DynamoDiscovery
         from lockstep.fleet.dynamo_follower import follow_discovery
 
@@ -42,8 +42,13 @@ class DynamoWorkers:
                     fleet, discovery, wait_seconds=self.wait_seconds, **self.worker_options
                 ):
                     yield [
-                        {"id": one.id, "url": one.url, "system_url": one.control.url, "pid": None}
-                        for one in fleet.workers
+                        {
+                            "id": worker.id,
+                            "url": worker.url,
+                            "system_url": worker.control.url,
+                            "pid": None,
+                        }
+                        for worker in fleet.workers
                     ]
         finally:
             await discovery.close()

@@ -1,4 +1,4 @@
-"""Which engine the workers of a command have: the embedded one, or vLLM."""
+"""The engine of a command's workers: the embedded one, or vLLM."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """An engine, and how many workers are started with it.
+    """An engine, and the number of workers to start with it.
 
-    `urls` are of vLLM servers that run already, `vllm_args` are options of those that are started.
-    `adapters` says that adapters will come and go while they sample. `gpus` is the value of
-    `--gpus`; None: all visible ones.
+    `urls` are vLLM servers that run already, `vllm_args` are options of servers to start.
+    `adapters` says that adapters are loaded and unloaded while workers sample. `gpus` is the value
+    of `--gpus`; None: all visible ones.
     """
 
     engine: EngineName
@@ -47,7 +47,7 @@ def worker_source(
     arguments: GatewayArguments,
     settings: Settings,
 ) -> WorkerSource:
-    """The workers that were chosen; `worker_args` are options of `lockstep worker`.
+    """Return the source of the workers; `worker_args` are options of `lockstep worker`.
 
     Raises BadRequest for options of the other engine and for GPUs that cannot hold the workers,
     and UnknownModel.
@@ -110,7 +110,7 @@ def _vllm(
         return RunningVllm(
             choice.urls, settings.worker_api_key, choice.logprob_mode, choice.adapters
         )
-    if any(one.partition("=")[0] == "--logprobs-mode" for one in choice.vllm_args):
+    if any(argument.partition("=")[0] == "--logprobs-mode" for argument in choice.vllm_args):
         raise BadRequest(
             "--logprobs-mode stands after --: give it to lockstep serve, before --, as responses "
             "must say which logprobs they hold",

@@ -18,8 +18,9 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 HEAD_BYTES = 64 << 10
 BLOCKS = 16
 BLOCK_BYTES = 4 << 10
-"""Blocks of each file of weights that are read: enough to tell a fine-tuned model from its base,
-and seconds for the largest there are."""
+"""Size of the blocks read from each weight file: enough to tell a fine-tuned model from its base,
+and a few seconds for the largest models.
+"""
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 REQUEST_SECONDS = 5.0
@@ -27,15 +28,20 @@ REQUEST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """`label` is stored with the state and compared; `directory_name` names the state directory."""
+    """The identity of a model. `label` is stored with the state and compared; `directory_name`
+    names the state directory.
+    """
 
     label: str
     directory_name: str
 
     @classmethod
     def of_files(cls, model: str) -> ModelIdentity:
-        """The identity of a bundled model or a model directory: by its configuration and samples
-        of its weights, so that a copy is the same model. Anything else is known by its name."""
+        """Return the identity of a bundled model or a model directory.
+
+        It is made of the configuration and samples of the weights, so that a copy has the same
+        identity. Any other model is identified by its name.
+        """
         path = bundled(model) or Path(model)
         digest = blake2b(digest_size=8)
         if path.is_dir():
@@ -51,14 +57,15 @@ class ModelIdentity:
 
     @classmethod
     def of_fleet(cls, model: str, urls: Sequence[str]) -> ModelIdentity:
-        """The identity of a model that workers elsewhere serve: by its name, with one directory
-        for every set of workers."""
+        """Return the identity of a model that remote workers serve: its name, with one state
+        directory for every set of workers.
+        """
         digest = blake2b("\n".join([model, *sorted(urls)]).encode(), digest_size=8)
         return cls(model, f"{_plain(model)}-{digest.hexdigest()}")
 
 
 async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str, Any]) -> str:
-    """The name of the model that the first server to respond serves.
+    """Return the name of the model that the first server to respond serves.
 
     `options` are those of `open_transport`. Raises Unavailable when none responds in time.
     """
@@ -101,5 +108,5 @@ def _add_file(digest: Any, path: Path) -> None:
 
 
 def _plain(name: str) -> str:
-    """A name that is one part of a path on any file system."""
+    """Return the name as one path component that is valid on any file system."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[-80:] or "model"

@@ -1,4 +1,4 @@
-"""What to put into prime-rl's configuration so that it trains on this gateway."""
+"""The lines of prime-rl's configuration that make it train on a gateway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEY_VAR = "VLLM_API_KEY"
 
 
 def prime_rl_toml(gateway: RunningGateway, roots: tuple[str, ...]) -> str:
-    """The part of prime-rl's rl.toml that names this gateway; `roots` are where weights may lie."""
+    """Return the part of prime-rl's rl.toml that names this gateway; weights may be in `roots`."""
     places = " or ".join(roots) or "a directory that --checkpoint-root names"
     return "\n".join(
         (
@@ -32,7 +32,7 @@ def prime_rl_toml(gateway: RunningGateway, roots: tuple[str, ...]) -> str:
 
 
 def prime_rl_key(gateway: RunningGateway, *, keys: bool) -> str:
-    """The command that gives prime-rl its one key, and what the data port needs for it."""
+    """Return the command that gives prime-rl its only key, and what the data port needs for it."""
     if gateway.token_file is None:
         command = f'export {KEY_VAR}="$LOCKSTEP_ADMIN_TOKEN"'
     else:

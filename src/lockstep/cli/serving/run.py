@@ -1,4 +1,4 @@
-"""Runs a gateway process: opens its state, adds the workers, serves, and drains at the end."""
+"""A gateway process: open its state, add the workers, serve, and drain at the end."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GatewayProcess:
-    """A gateway in front of the workers of `source`. `model_dir` holds the weights that they start
-    with, where that is known. With `trainer` it has the routes of the Tinker API too."""
+    """A gateway in front of the workers of `source`.
+
+    `model_dir` holds the weights that the workers start with, if known. With `trainer` the gateway
+    also has the routes of the Tinker API.
+    """
 
     source: WorkerSource
     arguments: GatewayArguments
@@ -49,12 +52,12 @@ class GatewayProcess:
     trainer: TrainerOptions | None = None
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT. Raises the LockstepError that keeps it from starting."""
+        """Serve until SIGTERM or SIGINT. Raises the LockstepError that prevents the start."""
         from lockstep.http.server.server import run
 
         on = self.arguments.trace or self.settings.trace
         if on:
-            os.environ[TRACE] = "1"  # for the workers that it starts
+            os.environ[TRACE] = "1"  # for the workers that this process starts
         with traced("lockstep-gateway", on=on):
             run(self._main())
 
@@ -62,7 +65,7 @@ class GatewayProcess:
         from lockstep.http.server.server import stop_event
 
         if (self.arguments.store or self.settings.store) is None:
-            # Before anything is started; with a store, its keys must be known first.
+            # Check before anything is started. With a store, its keys must be read first.
             self.arguments.options(self.settings).check()
         self.arguments.budgets()
         siblings = SiblingGateways(self.arguments, self.settings)
@@ -72,7 +75,7 @@ class GatewayProcess:
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not ready.is_set():
-            serving.cancel()  # it serves nobody yet; an error that ended it is raised below
+            serving.cancel()  # no client is served yet; an error that ended it is raised below
         with suppress(asyncio.CancelledError):
             await serving
 
@@ -155,7 +158,7 @@ class GatewayProcess:
                 raise _with_hint(error, state) if not ready.is_set() else error from None
 
     def _runs(self, state: GatewayState, stack: AsyncExitStack) -> Path | None:
-        """Where training runs are kept; with a state in memory, they end with this process."""
+        """Return the directory of training runs; with state in memory, it is deleted at the end."""
         if self.trainer is None:
             return None
         if state.directory is not None:
@@ -166,7 +169,7 @@ class GatewayProcess:
     async def _attached(
         self, fleet: Fleet, runs: Path | None, stop: asyncio.Event
     ) -> AsyncIterator[AttachedTrainer | None]:
-        """The trainer of this process, if it has one."""
+        """Run the trainer of this process, if it has one, while the block runs."""
         if self.trainer is None or runs is None:
             yield None
             return
@@ -177,7 +180,9 @@ class GatewayProcess:
 
 
 async def _model_name(fleet: Fleet, tokenizer: str | None) -> str:
-    """The name of the model that is served; before the first worker, that of its tokenizer."""
+    """Return the name of the served model, or that of its tokenizer before the first worker
+    joins.
+    """
     try:
         return (await fleet.pool.models())[0].id
     except Unavailable:
@@ -206,14 +211,14 @@ def _print_ready_json(
 
 
 def _key_to_paste(options: GatewayOptions) -> str | None:
-    """What stands for an API key in a command, or None where none is needed."""
+    """Return a shell expression for an API key, or None if no key is needed."""
     if options.api_keys:
         return "${LOCKSTEP_API_KEYS%%,*}"
     return None if options.key_file is None else "$KEY"
 
 
 def _print_ready(gateway: RunningGateway, workers: int, key: str | None) -> None:
-    """Prints where the gateway listens, and a command to paste."""
+    """Print where the gateway listens, and a command to paste."""
     out = Console(highlight=False)
     out.print(
         f"[bold green]Ready[/]: [bold]{gateway.url}[/] serves {gateway.model}, workers: {workers}"
@@ -237,7 +242,7 @@ def _print_ready(gateway: RunningGateway, workers: int, key: str | None) -> None
 def _print_prime_rl(
     gateway: RunningGateway, arguments: GatewayArguments, options: GatewayOptions
 ) -> None:
-    """Prints the lines of prime-rl's configuration, and how it gets its key."""
+    """Print the lines of prime-rl's configuration, and how prime-rl gets its key."""
     roots = tuple(map(str, arguments.checkpoint_root))
     keys = bool(options.api_keys or options.key_file)
     text = f"\n{prime_rl_toml(gateway, roots)}\n\n{prime_rl_key(gateway, keys=keys)}\n"
@@ -245,7 +250,7 @@ def _print_prime_rl(
 
 
 def _print_state(state: GatewayState, console: Console) -> None:
-    """Prints where the state is, and what it resumes of an earlier run."""
+    """Print the path of the state, and the version that is resumed from an earlier run."""
     if state.directory is None and not state.store.shared:
         console.print("State and sessions are in memory: they end with this process.")
         return
@@ -259,7 +264,7 @@ def _print_state(state: GatewayState, console: Console) -> None:
 
 
 def _with_hint(error: LockstepError, state: GatewayState) -> LockstepError:
-    """The error of a failed start, with the way out where resumed state may be the cause."""
+    """Add a hint to the error of a failed start if resumed state may be the cause."""
     if state.resumed is None:
         return error
     return error.with_message(

@@ -1,4 +1,4 @@
-"""Further gateway processes of this machine, which listen on the same port as the first."""
+"""Further gateway processes on this machine, which listen on the same port as the first."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ OF_THE_FIRST = frozenset(
     ("port", "admin_port", "advertise", "state_dir", "sessions", "store", "fresh", "run_dir",
      "prime_rl", "json", "gateways", "share_port")
 )  # fmt: skip
-"""Options that the other gateways are not given, or given otherwise."""
+"""Options that are not passed on to the other gateways, or with another value."""
 
 
 class SiblingGateways:
-    """The gateways beside the first one of `--gateways N`; each is started again when it ends.
+    """The other gateway processes of `--gateways N`; one that ends is restarted.
 
     Raises BadRequest for several gateways without a store that they can share.
     """
@@ -50,13 +50,14 @@ class SiblingGateways:
             )
 
     def start(self, url: str, token: str, stop: asyncio.Event) -> None:
-        """Starts them on the port of that URL, once the first gateway serves there. When `stop` is
-        set they drain, as the first one does."""
+        """Start the processes on the port of `url`, once the first gateway serves there. When
+        `stop` is set they drain, as the first one does.
+        """
         if self._count:
             self._task = asyncio.create_task(self._run(url, token, stop))
 
     async def ended(self, stop: asyncio.Event) -> None:
-        """Returns when none of them runs any more; ends them now, unless they drain already."""
+        """Wait until none of the processes runs; stop them now unless they are draining."""
         if self._task is not None:
             if not stop.is_set():
                 self._task.cancel()
@@ -85,7 +86,7 @@ class SiblingGateways:
             parts = urlsplit(address)
             host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
             advertise = ("--advertise", f"{parts.scheme}://{host}:{admin_port}")
-        # -P: files in the directory of the gateway must not be taken for modules.
+        # -P: Python must not import files in the gateway's working directory as modules.
         return (
             sys.executable, "-P", "-m", "lockstep.cli.parent_death", str(os.getpid()), "gateway",
             "--json", "--share-port", "--port", str(port), "--admin-port", admin_port,
@@ -93,7 +94,7 @@ class SiblingGateways:
         )  # fmt: skip
 
     def _passed_on(self) -> Iterator[str]:
-        """The options that are not at their default, as they are written."""
+        """Yield the options that are not at their default, as command-line arguments."""
         for option, value in command_line(self._arguments, skip=OF_THE_FIRST):
             if value is True:
                 yield option
@@ -102,14 +103,16 @@ class SiblingGateways:
                 yield from (option, str(item.absolute()) if isinstance(item, Path) else str(item))
 
     def _environ(self, token: str) -> dict[str, str]:
-        """The URL of the store is in the environment: others can read a command line."""
+        """Return the environment of a process. It holds the store's URL, because other users can
+        read a command line.
+        """
         environ = {**os.environ, ADMIN_TOKEN: token, STORE: self._store or ""}
         environ.pop(ADMIN_TOKEN_FILE, None)
         return environ
 
 
 def _say(ready: asyncio.Future[dict[str, Any]]) -> None:
-    """Logs a gateway that serves, or why it does not."""
+    """Log that a gateway serves, or why it does not."""
     if ready.cancelled():
         return
     if (error := ready.exception()) is not None:

@@ -1,4 +1,6 @@
-"""Where the workers of a gateway come from: started by this command, or running already."""
+"""Sources of a gateway's workers: processes started by this command, or workers that run
+already.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,25 @@ WorkerRows = list[dict[str, object]]
 ShowStatus = Callable[[str], None]
 READY_SECONDS = 30.0
 LATE_SECONDS = 0.5
-"""Between two looks for a worker that does not respond yet."""
+"""Interval between two attempts to reach a worker that does not respond yet."""
 JOINED_SECONDS = 1.0
-"""What workers that have just joined get to be proved, when the time is up."""
+"""Grace period in which workers that have just joined may be proved after the wait is over."""
 
 
 class WorkerSource(Protocol):
-    """Workers for a fleet. `starts_workers` says that they begin with the model's own weights."""
+    """Workers for a fleet. `starts_workers` says that they start with the model's own weights."""
 
     @property
     def starts_workers(self) -> bool: ...
 
     async def identity(self) -> ModelIdentity:
-        """The model they serve. Raises Unavailable when that takes a request and none responds."""
+        """Return the identity of the served model. Raises Unavailable if no worker responds."""
         ...
 
     def joined(
         self, fleet: Fleet, token: str, show: ShowStatus
     ) -> AbstractAsyncContextManager[WorkerRows]:
-        """The workers are in the fleet while the block runs; one row for each."""
+        """Keep the workers in the fleet while the block runs; yield one row per worker."""
         ...
 
 
@@ -61,7 +63,7 @@ class EmbeddedWorkers:
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, token: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
-        """Workers and fleet run while the block runs."""
+        """Run workers and fleet while the block runs."""
         from lockstep.backends.lockstep.admin import LockstepAdmin
         from lockstep.launch.workers import embedded_workers
 
@@ -86,7 +88,7 @@ class EmbeddedWorkers:
             drain_seconds=self.drain_seconds,
         )
         show(f"Starting {self.model}: 0 of {self.count} workers are ready")
-        async with children, pool, fleet:  # in this order, or the pool would see its workers die
+        async with children, pool, fleet:  # in this order: the pool must not see its workers die
             await children.ready()
             gpus = gpus_of_workers(self.placement, children.children)
             for child in children.children:
@@ -94,10 +96,15 @@ class EmbeddedWorkers:
                 await fleet.add(child.url, admin, worker_id=child.id, gpus=gpus[child.id])
             await pool.wait_ready(self.count, READY_SECONDS)
             yield [
-                {"id": one.id, "url": one.url, "system_url": one.system_url, "pid": one.pid,
-                 "gpus": gpus[one.id]}
-                for one in children.children
-            ]  # fmt: skip
+                {
+                    "id": process.id,
+                    "url": process.url,
+                    "system_url": process.system_url,
+                    "pid": process.pid,
+                    "gpus": gpus[process.id],
+                }
+                for process in children.children
+            ]
 
 
 def gpus_of_workers(
@@ -128,10 +135,10 @@ class RunningWorkers:
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, token: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
-        """The workers are in the fleet while the block runs; late ones join when they respond.
+        """Keep the workers in the fleet while the block runs; late workers join when they respond.
 
-        URL,ADMIN_URL names a worker's admin port too, for which `token` is used: only then can
-        its weights be updated from here.
+        URL,ADMIN_URL names a worker's admin port too, which is called with `token`: only then can
+        the worker's weights be updated from here.
         """
         pool = fleet.pool
         loop = asyncio.get_running_loop()
@@ -165,8 +172,8 @@ class RunningWorkers:
                 for task in waiting:
                     task.add_done_callback(_report)
                 yield [
-                    {"id": one.id, "url": one.url, "system_url": None, "pid": None}
-                    for one in pool.workers
+                    {"id": member.id, "url": member.url, "system_url": None, "pid": None}
+                    for member in pool.workers
                 ]
             finally:
                 for task in joining:
@@ -174,8 +181,9 @@ class RunningWorkers:
                 await asyncio.gather(*joining, return_exceptions=True)
 
     async def _take_in(self, fleet: Fleet, url: str, token: str, late: dict[str, str]) -> None:
-        """Adds a worker to the fleet once its admin port tells what it is; until then, `late` says
-        why not."""
+        """Add a worker to the fleet once its admin port responds; until then, record the reason in
+        `late`.
+        """
         from lockstep.backends.registry import open_admin
 
         data_url, _, admin_url = url.partition(",")
@@ -196,7 +204,7 @@ class RunningWorkers:
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Says why a late worker could not be taken in: nobody waits for it any more."""
+    """Log why a late worker could not be added: no caller waits for it any more."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("worker %s is not taken in: %s", task.get_name(), error)
 
@@ -209,34 +217,34 @@ class JoiningWorkers:
     starts_workers = False
 
     async def identity(self) -> ModelIdentity:
-        """The identity of the files that the tokenizer is of."""
+        """Return the identity of the model whose tokenizer is used."""
         return ModelIdentity.of_files(self.model)
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, __: ShowStatus) -> AsyncIterator[WorkerRows]:
-        """The fleet runs while the block runs; at first it has no workers."""
+        """Run the fleet while the block runs; at first it has no workers."""
         async with fleet.pool, fleet:
             yield []
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWorkers:
-    """The workers that other gateways on the same store took in."""
+    """The workers that other gateways on the same store have added."""
 
     wait_seconds: float
     starts_workers = False
 
     async def identity(self) -> ModelIdentity:
-        """Nothing is kept under it: the state is in the store."""
+        """Return a placeholder: no state is kept under it, because the state is in the store."""
         raise Unavailable("the workers of a store are known once the fleet has joined it")
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
-        """Begins when the first of them serves here."""
+        """Run the fleet while the block runs, which starts when the first worker serves here."""
         show("Looking for workers in the store")
         async with fleet.pool, fleet:
             await fleet.pool.wait_ready(1, self.wait_seconds)
             yield [
-                {"id": one.id, "url": one.url, "system_url": None, "pid": None}
-                for one in fleet.pool.workers
+                {"id": worker.id, "url": worker.url, "system_url": None, "pid": None}
+                for worker in fleet.pool.workers
             ]

@@ -1,4 +1,4 @@
-"""The trainer of a gateway: what of it the gateway gets, and what is printed of it."""
+"""The trainer of a gateway process: its parts for the gateway, and its lines on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def attachment_of(trainer: AttachedTrainer) -> Attachment:
-    """Its routes and samplers, for the gateway."""
+    """Return the trainer's routes and samplers, for the gateway."""
     from lockstep.gateway.app import Attachment
     from lockstep.integrations.tinker.samplers import PREFIX
 
@@ -23,7 +23,7 @@ def attachment_of(trainer: AttachedTrainer) -> Attachment:
 
 
 def trainer_fields(trainer: AttachedTrainer) -> dict[str, Any]:
-    """What the line of JSON says of it."""
+    """Return the trainer's fields in the ready line of JSON."""
     return {
         "model": trainer.tenants.base.names[0],
         "directory": str(trainer.tenants.base.directory),
@@ -34,7 +34,7 @@ def trainer_fields(trainer: AttachedTrainer) -> dict[str, Any]:
 
 
 def print_trainer(trainer: AttachedTrainer, url: str, options: GatewayOptions) -> None:
-    """Prints what a recipe needs, and how closely sampler and trainer agree."""
+    """Print what a recipe needs, and how closely sampler and trainer agree."""
     out = Console(highlight=False)
     exact = "equal bit for bit" if not trainer.note else f"close, not equal ({trainer.note})"
     out.print(f"\nLogprobs of trainer and samplers: {exact}", soft_wrap=True)
@@ -46,7 +46,9 @@ def print_trainer(trainer: AttachedTrainer, url: str, options: GatewayOptions) -
 
 
 def _key_to_export(options: GatewayOptions) -> str:
-    """A key that clients of Tinker send and the gateway takes; in words where there are several."""
+    """Return a key that Tinker clients send and the gateway accepts; a description if there are
+    several.
+    """
     made = (
         f"a key that `lockstep keys add TENANT --prefix {TINKER_PREFIX} --key-file "
         f"{options.key_file}` made"

@@ -39,7 +39,7 @@ class VllmWorkers:
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
-        """Servers and fleet run while the block runs."""
+        """Run servers and fleet while the block runs."""
         from lockstep.backends.registry import open_admin
         from lockstep.launch.vllm import vllm_servers
 
@@ -71,9 +71,9 @@ class VllmWorkers:
                 )  # fmt: skip
             await pool.wait_ready(self.count, READY_SECONDS)
             yield [
-                {"id": one.id, "url": one.url, "system_url": one.url, "pid": one.pid,
-                 "gpus": gpus[one.id]}
-                for one in servers.children
+                {"id": server.id, "url": server.url, "system_url": server.url, "pid": server.pid,
+                 "gpus": gpus[server.id]}
+                for server in servers.children
             ]  # fmt: skip
 
 
@@ -81,8 +81,8 @@ class VllmWorkers:
 class RunningVllm:
     """vLLM servers that run already, with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
 
-    Without Lockstep's worker extension, their weights are loaded while they are paused. With
-    `adapters`, those that cannot take adapters while they sample are refused.
+    Without Lockstep's worker extension, weights are loaded while the servers are paused. With
+    `adapters`, servers that cannot load adapters while they sample are rejected.
     """
 
     urls: tuple[str, ...]
@@ -100,7 +100,7 @@ class RunningVllm:
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
-        """The servers are in the fleet while the block runs."""
+        """Keep the servers in the fleet while the block runs."""
         from lockstep.backends.registry import open_admin
         from lockstep.backends.vllm.admin import VllmAdmin
 
@@ -113,6 +113,6 @@ class RunningVllm:
                 await fleet.add(url, admin, api_key=self.api_key, logprob_mode=self.logprob_mode)
             await fleet.pool.wait_ready(len(self.urls), READY_SECONDS)
             yield [
-                {"id": one.id, "url": one.url, "system_url": one.url, "pid": None}
-                for one in fleet.pool.workers
+                {"id": worker.id, "url": worker.url, "system_url": worker.url, "pid": None}
+                for worker in fleet.pool.workers
             ]

@@ -1,1 +1,1 @@
-"""Commands that train, or play rollouts for a trainer."""
+"""Commands that train, or run rollouts for a trainer."""

@@ -41,7 +41,7 @@ def demo(
 ) -> None:
     """Train a tiny model on two workers, kill one midway, and report what stayed exact.
 
-    Where this machine cannot compute exactly it goes on in close mode and says why.
+    On a machine that cannot compute exactly, the demo runs in close mode and says why.
 
     Exit codes: 0 trainer and workers stayed in lockstep, 1 they did not, 2 the command is wrong or
     --exact was not possible, 75 it could not run now.
@@ -65,7 +65,7 @@ def demo(
 
 
 def as_row(summary: Summary, page: Path) -> dict[str, object]:
-    """The results as --json prints them."""
+    """Return the results as --json prints them."""
     return {
         "reward_before": summary.reward_before,
         "reward_after": summary.reward_after,
@@ -88,7 +88,7 @@ def as_row(summary: Summary, page: Path) -> dict[str, object]:
 
 
 def show(summary: Summary, page: Path, console: Console) -> None:
-    """Prints the results for a person, with their one caveat."""
+    """Print the results as text, with their caveat."""
     from lockstep.train.demo.report_page import HONEST
 
     def line(good: bool | None, name: str, value: str) -> None:

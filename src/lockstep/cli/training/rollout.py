@@ -28,14 +28,14 @@ def rollout(
         typer.Option("--json", help="Print one JSON line for each step and one for the result."),
     ] = False,
 ) -> None:
-    """Play the tasks of a training run and write their samples; nothing is learnt.
+    """Run the rollouts of a training configuration and write their samples, without training.
 
-    For a trainer of another kind, or to look at rollouts first: no weights are updated, so it also
-    runs against a worker that follows a script. Rollouts that failed are counted by cause, and
-    their samples are left out.
+    Use it with another trainer, or to look at rollouts first. No weights are updated, so it also
+    runs against a worker that follows a script. Failed rollouts are counted by cause, and their
+    samples are left out.
 
-    Exit codes: 0 all was played, 1 an environment raised, 2 the command is wrong, 75 it cannot
-    start or go on now.
+    Exit codes: 0 all rollouts ran, 1 an environment raised, 2 the command is wrong, 75 it cannot
+    start or continue now.
     """
     from lockstep.train.collect import collect
 

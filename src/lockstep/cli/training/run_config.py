@@ -1,4 +1,4 @@
-"""What commands that play a training run's tasks need before they begin."""
+"""Reading of a run's configuration, for the commands that run its tasks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 def read_run(config: Path) -> TrainConfig:
-    """The run that a file describes, with the admin token of the gateway that runs here.
+    """Return the run that a file describes, with the admin token of the gateway on this machine.
 
-    From now on its environment and reward may be modules in the working directory. Raises
-    BadRequest for a file that is wrong.
+    From now on the environment and reward may be modules in the working directory. Raises
+    BadRequest for an invalid file.
     """
     from lockstep.train.config import TrainConfig
 
     run = TrainConfig.read(config)
     if (here := os.getcwd()) not in sys.path:
-        # Last, so that no file there stands in for a package: a command's path is not Python's.
+        # Last in the path, so that no file in the working directory shadows a package. Unlike
+        # `python`, a console script does not have that directory in its path.
         sys.path.append(here)
     if run.serve.admin_token is None and run.serve.admin_token_file is None:
         _, token = find_control_plane(run.serve.admin_url, None, Settings.read())

@@ -61,14 +61,15 @@ def train(
 ) -> None:
     """Train a model that `lockstep serve` serves: roll out, learn, update its weights, repeat.
 
-    The admin token comes from the config, from the gateway that runs on this machine, or from
-    LOCKSTEP_ADMIN_TOKEN. Where trainer and workers cannot compute the same bits, the run goes on
-    in close mode and says why.
+    The admin token is read from the config, from the gateway that runs on this machine, or from
+    LOCKSTEP_ADMIN_TOKEN. If trainer and workers cannot compute the same bits, the run continues in
+    close mode and says why.
 
-    All files are in `run_dir` of the config, at the end with `report.html`, a page of the run.
+    All files are written to `run_dir` of the config, at the end also `report.html`, a page of the
+    run.
 
     Exit codes: 0 the run ended, 1 an environment raised, 2 the command is wrong or --exact was not
-    possible, 75 it cannot start or go on now, 130 it was stopped by Ctrl-C.
+    possible, 75 it cannot start or continue now, 130 it was stopped by Ctrl-C.
     """
     from lockstep.train import Trainer
     from lockstep.train.demo.report_page import write_report
@@ -84,7 +85,7 @@ def train(
     if exact:
         run = replace(run, learner=replace(run.learner, exact=True))
     if env is not None:
-        # Options are those of one environment: another one does not take them.
+        # Options belong to one environment: another environment does not accept them.
         options = run.env.options if env == run.env.name else {}
         run = replace(run, env=replace(run.env, name=env, options=options))
     if track:
@@ -97,7 +98,7 @@ def train(
             progress.reach(metrics.step)
             if as_json:
                 print_json(metrics.to_json())
-            elif not sys.stderr.isatty():  # a log has no line that changes: one for each step
+            elif not sys.stderr.isatty():  # a log gets one line per step
                 sys.stdout.write(f"step {metrics.step}/{run.loop.steps}  {_figures(metrics)}\n")
                 sys.stdout.flush()
 
@@ -114,7 +115,7 @@ def train(
 
 
 def _figures(metrics: StepMetrics) -> str:
-    """The main figures of a step."""
+    """Format the main figures of a step."""
     return (
         f"reward {metrics.reward:.3f}  solved {metrics.solved:.0%}  "
         f"mismatch_kl {metrics.mismatch_kl:.2g}  masked {metrics.is_masked:.2%}  "

@@ -1,1 +1,1 @@
-"""The client that we speak HTTP with: connections that are kept, deadlines, retries, events."""
+"""HTTP client: keep-alive connections, deadlines, retries, server-sent events."""

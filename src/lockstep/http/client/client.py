@@ -1,4 +1,4 @@
-"""The HTTP client for one server: kept connections, deadlines, careful retries, typed errors."""
+"""HTTP client for one server: keep-alive connections, deadlines, careful retries, typed errors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LINGER = 0.2
 RESPONSE_BYTES = 256 << 20
 """Most bytes of a response, or of one event of a stream, that are held in memory."""
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""What would end a header, or has no place in one."""
+"""Characters that would end a header, or are not allowed in one."""
 PLAIN_TARGET = re.compile(r"[!-~]*")
 TARGET_CHARACTERS = "/?#[]@!$&'()*+,;=:%~"
 
 
 class Collector(Protocol[T_co]):
-    """Makes a value of a body that arrives in chunks."""
+    """Builder of a value from a body that arrives in chunks."""
 
     def feed(self, chunk: bytes) -> None: ...
 
@@ -57,12 +57,13 @@ class ResponseBody:
 
 
 class HttpClient:
-    """One server. Retries only what failed before a byte of the response came, a few times.
+    """Client of one server. It retries, a few times, only requests that failed before the first
+    byte of the response.
 
-    A keep-alive connection that the server has dropped is such a failure; a response that breaks
-    off is not: the engine has worked on it, and the caller must decide. `host` is sent as Host,
-    for a URL that is one address of a name that has several; by default the URL's own. A response
-    that is larger than `response_bytes` is given up.
+    A keep-alive connection that the server has dropped is such a failure. A response that breaks
+    off is not: the engine has worked on it, and the caller must decide. `host` is sent as the Host
+    header, for a URL with one address of a name that has several; by default it is the URL's own. A
+    response larger than `response_bytes` is an error.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class HttpClient:
         host: str | None = None,
         response_bytes: int = RESPONSE_BYTES,
     ) -> None:
-        """Raises BadRequest for a URL with an impossible port."""
+        """Raise BadRequest for a URL with an invalid port."""
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._retries = retries
@@ -99,11 +100,11 @@ class HttpClient:
         self._closed = False
 
     async def get(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
-        """The body of a 2xx response. Raises as `post` does."""
+        """Return the body of a 2xx response. Raises as `post` does."""
         return await self._whole("GET", path, None, timeout, None, ResponseBody)
 
     async def delete(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
-        """The body of a 2xx response. Raises as `post` does."""
+        """Return the body of a 2xx response. Raises as `post` does."""
         return await self._whole("DELETE", path, None, timeout, None, ResponseBody)
 
     async def post(
@@ -114,8 +115,10 @@ class HttpClient:
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> bytearray:
-        """The body of a 2xx response. Raises the typed error of any other, Unavailable when the
-        server cannot be reached or hangs up, DeadlineExceeded after `timeout` seconds."""
+        """Return the body of a 2xx response. Raises the typed error of any other response,
+        Unavailable when the server cannot be reached or hangs up, DeadlineExceeded after `timeout`
+        seconds.
+        """
         return await self._whole(
             "POST", path, body, timeout or self._timeout, headers, ResponseBody
         )
@@ -129,7 +132,7 @@ class HttpClient:
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> T:
-        """`post` for a large response, which a collector reads while it arrives."""
+        """Send a request with a large response, which a collector reads while it arrives."""
         limit = timeout or self._timeout
         return await self._whole("POST", path, body, limit, headers, collector)
 
@@ -142,7 +145,7 @@ class HttpClient:
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, bytearray]:
-        """Status and body of any response, also of an error.
+        """Return status and body of any response, including errors.
 
         Raises Unavailable and DeadlineExceeded only.
         """
@@ -186,7 +189,7 @@ class HttpClient:
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """The data of each event of a streamed response, up to `[DONE]` or the end."""
+        """Yield the data of each event of a streamed response, up to `[DONE]` or the end."""
         batches = self.event_batches(path, body, timeout=timeout, headers=headers)
         async with aclosing(batches):
             async for batch in batches:
@@ -201,7 +204,7 @@ class HttpClient:
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[list[bytes], None]:
-        """`events`, with those together that the network brought together."""
+        """Yield the events of a streamed response in batches, as the network delivered them."""
         limit = timeout or self._timeout
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit
@@ -212,8 +215,7 @@ class HttpClient:
             async with asyncio.timeout_at(deadline):
                 connection = await self._send("POST", path, body, headers)
                 await self._check(connection, path)
-            # One timer for all that is waited for: a deadline around each wait costs more than
-            # the event that it waits for.
+            # One timer for all waits: a timeout around each wait costs more than the event itself.
             expiry = loop.call_at(deadline, connection.expire)
             while not reader.done:
                 pieces = connection.take()
@@ -225,14 +227,14 @@ class HttpClient:
                     return
                 else:
                     await self._news(connection, path)
-            # The end after [DONE] is read too, so that the connection can be kept; a server that
-            # does not end costs the connection, not the response.
+            # Read the end after [DONE] too, so that the connection can be reused. A server that
+            # does not end the stream costs the connection, not the response.
             expiry.cancel()
             if not connection.ended:
                 with suppress(TimeoutError, Lost):
                     async with asyncio.timeout(LINGER):
                         await connection.news()
-            connection.take()  # an end of line, say: nothing after [DONE] counts
+            connection.take()  # for example a line end: data after [DONE] is ignored
         except TimeoutError:
             raise self._late(path, limit) from None
         finally:
@@ -244,7 +246,7 @@ class HttpClient:
     async def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None
     ) -> Connection:
-        """The connection on which the head of a response has come."""
+        """Send a request and return the connection once the head of the response has arrived."""
         url = self.base_url + path
         head = self._head(method, path, body, headers)
         sent = False
@@ -264,7 +266,7 @@ class HttpClient:
             except (Lost, OSError) as error:
                 sent = sent or isinstance(error, Lost)
                 if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
-                    # Nobody else is to blame, and no worker is to be ejected for it.
+                    # The cause is this process, so no worker may be ejected for it.
                     raise Busy(
                         f"{method} {url} was not sent: this process has no file descriptor left; "
                         "raise its limit of open files (ulimit -n)",
@@ -283,7 +285,9 @@ class HttpClient:
     def _head(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None
     ) -> bytes:
-        """The request line and the headers. Raises BadRequest for one that cannot be sent."""
+        """Return the request line and the headers. Raises BadRequest for a header that cannot be
+        sent.
+        """
         fields = dict(self._headers)
         for name, value in (headers or {}).items():
             if CONTROL.search(name) or CONTROL.search(value):
@@ -303,7 +307,7 @@ class HttpClient:
         return f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
 
     async def _connection(self) -> Connection:
-        """A connection that nobody uses, kept or new. Raises OSError when none can be had."""
+        """Return an idle connection, kept or new. Raises OSError if none can be opened."""
         if self._closed:
             raise Unavailable(f"the transport to {self.base_url} is closed")
         await self._permits.acquire()
@@ -312,10 +316,10 @@ class HttpClient:
             while self._idle and self._idle[0][1] < since:
                 self._drop(self._idle.popleft()[0])
             while self._idle:
-                kept, _ = self._idle.pop()
-                if kept.reusable:
-                    return kept
-                self._drop(kept)
+                connection, _ = self._idle.pop()
+                if connection.reusable:
+                    return connection
+                self._drop(connection)
             return await self._connect()
         except BaseException:
             self._permits.release()
@@ -340,14 +344,14 @@ class HttpClient:
         return connection
 
     def _context(self) -> ssl.SSLContext:
-        """What a TLS connection is made with. Raises BadRequest for files that cannot be used."""
+        """Return the TLS context for connections. Raises BadRequest for unusable files."""
         if self._tls is None:
             self._tls = client_certificates()
         self._tls.refresh()
         return self._tls.context
 
     def _release(self, connection: Connection) -> None:
-        """Keeps the connection after a whole response, and closes it after an unfinished one."""
+        """Keep the connection after a complete response; close it after an incomplete one."""
         if connection.reusable and not self._closed:
             self._idle.append((connection, monotonic()))
         else:
@@ -359,7 +363,7 @@ class HttpClient:
         connection.close()
 
     async def _check(self, connection: Connection, path: str) -> None:
-        """Raises the typed error of a response that is not 2xx."""
+        """Raise the typed error of a response that is not 2xx."""
         if not 200 <= connection.status < 300:
             raise error_of(connection.status, await self._collect(connection, path, ResponseBody()))
 
@@ -405,7 +409,7 @@ class HttpClient:
 
 
 def _port_of(parts: SplitResult, url: str) -> int | None:
-    """The port in a URL. Raises BadRequest for one that cannot be."""
+    """Return the port in a URL. Raises BadRequest for an invalid one."""
     try:
         return parts.port
     except ValueError:

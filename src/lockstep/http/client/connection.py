@@ -1,4 +1,4 @@
-"""One kept-alive HTTP/1.1 connection: a request at a time, its response as it arrives."""
+"""A keep-alive HTTP/1.1 connection: one request at a time, and its response as it arrives."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import httptools
 
 HEAD_LIMIT = 64 << 10
 HELD = 1 << 18
-"""Bytes of a response that wait here before reading pauses: what one read of a socket gives."""
+"""Bytes of a response that are buffered before reading pauses: as many as one read of a socket
+returns.
+"""
 
 
 class Lost(Exception):
-    """The connection ended, or made no sense, before the response did."""
+    """The connection ended, or its data was not HTTP, before the response was complete."""
 
 
 class Connection(asyncio.Protocol):
-    """Sends a request, then tells how far its response is.
+    """A connection that sends a request and reports the progress of its response.
 
-    `began` turns true with the first byte of the response, `status` is its status once the head is
-    there and 0 before, `ended` turns true with its last byte. The body is taken as it arrives;
-    what nobody takes makes the server wait.
+    `began` is true from the first byte of the response, `status` is 0 until the head has arrived,
+    `ended` is true from the last byte. The body is taken as it arrives; data that is not taken
+    makes the server wait.
     """
 
     def __init__(self) -> None:
@@ -37,8 +39,9 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request may be sent: the last one is over, nothing of its response is
-        left for the next one to be taken for its own, and nobody hung up."""
+        """Whether another request may be sent: the last one is complete, no data of its response is
+        left that the next one would read, and neither side has closed the connection.
+        """
         return (
             self.ended
             and not self._pieces
@@ -49,14 +52,15 @@ class Connection(asyncio.Protocol):
         )
 
     def send(self, head: bytes, body: bytes | None) -> None:
-        """Writes a request; the connection must be `reusable`."""
+        """Write a request; the connection must be `reusable`."""
         self.began, self.status, self.ended = False, 0, False
         self._head, self._sized, self._late = 0, False, False
         self._transport.writelines((head, body) if body else (head,))
 
     async def news(self) -> None:
-        """Returns when more has arrived: the head, a piece of the body, the end. Raises Lost, and
-        TimeoutError once it has expired."""
+        """Wait until more has arrived: the head, a piece of the body, or the end. Raises Lost, and
+        TimeoutError once the response has expired.
+        """
         if self._lost is not None:
             raise Lost(self._lost)
         if self._late:
@@ -70,14 +74,15 @@ class Connection(asyncio.Protocol):
             raise Lost(self._lost)
 
     def expire(self) -> None:
-        """Gives the response no more time: who waits for it now, or is about to, has waited too
-        long. Who is still busy with what came is not disturbed."""
+        """End the time of the response: a current or later wait for it raises TimeoutError. A
+        caller that still processes received data is not interrupted.
+        """
         self._late = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(TimeoutError())
 
     def take(self) -> list[bytes]:
-        """The pieces of the body that came since the last call."""
+        """Return the pieces of the body that arrived since the last call."""
         pieces, self._pieces, self._held = self._pieces, [], 0
         if self._paused and self._lost is None:
             self._paused = False
@@ -85,7 +90,9 @@ class Connection(asyncio.Protocol):
         return pieces
 
     def close(self) -> None:
-        """At once: a server that still works on the request shall notice."""
+        """Close the connection at once, so that a server that still works on the request
+        notices.
+        """
         self._fail("it was closed here")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -119,7 +126,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.ended:
-            self._kept = False  # more came than was requested
+            self._kept = False  # more data came than was requested
 
     def on_header(self, name: bytes, value: bytes) -> None:
         field = name.lower()

@@ -1,1 +1,1 @@
-"""The server that we speak HTTP with: uvicorn, and what we promise beyond it."""
+"""HTTP server: uvicorn, with stricter limits and deadlines."""

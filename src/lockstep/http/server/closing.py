@@ -1,4 +1,4 @@
-"""How a connection ends: with a refusal, with its last response, or cut off."""
+"""Ends of a connection: a refusal, a last response, or a reset."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from lockstep.protocol.common.error_body import error_body
 
 CLOSED_STATES = (7, 8)
-"""Of TCP_INFO: closed, and closed by the other side."""
+"""States in TCP_INFO: closed, and closed by the peer."""
 NO_LINGER = struct.pack("ii", 1, 0)
 
 
 def reset(transport: asyncio.Transport) -> None:
-    """Cuts a connection off so that the client notices: an orderly end would pass for the end of
-    a response that has no length, and what the system still holds for it would stay."""
+    """Reset a connection so that the client notices.
+
+    An orderly close would look like the end of a response without a length, and the system would
+    keep its unsent data.
+    """
     sock = transport.get_extra_info("socket")
     if sock is not None:
         with suppress(OSError):
@@ -29,8 +32,9 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def has_left(transport: asyncio.Transport) -> bool:
-    """Whether the client of a connection that is not being read has ended it, where the system
-    tells (Linux)."""
+    """Return whether the client has closed a connection that is not being read (known on Linux
+    only).
+    """
     sock = transport.get_extra_info("socket")
     if sock is None or not hasattr(socket, "TCP_INFO"):
         return False
@@ -42,17 +46,17 @@ def has_left(transport: asyncio.Transport) -> bool:
 
 
 def refusal(status: int, why: str, reason: str) -> bytes:
-    """The whole response to a client that gets no other."""
+    """Return the complete response to a client whose request is not handled."""
     body = msgspec.json.encode(error_body(status, why, reason))
     head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
     return STATUS_LINE[status] + head + b"%d\r\n\r\n%b" % (len(body), body)
 
 
 def last_response(app: Any, cycle: RequestResponseCycle) -> Any:
-    """`app` for the last request of a connection, which the protocol closes and not uvicorn.
+    """Wrap `app` for the last request of a connection, which the protocol closes and not uvicorn.
 
-    A client of HTTP/1.0 knows no chunks: there the end of the connection is the end of a
-    response without a length, and a broken response must not end in the same way.
+    An HTTP/1.0 client does not support chunks: the end of the connection is the end of a response
+    without a length, and a broken response must not end in the same way.
     """
     old = cycle.scope["http_version"] == "1.0"
 

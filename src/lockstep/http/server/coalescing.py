@@ -1,6 +1,6 @@
-"""A transport that writes once what one turn of the event loop wrote in many pieces.
+"""Transport that joins all writes of one event-loop iteration into one.
 
-The events of a stream often come together, and each write to a socket costs more than the event.
+The events of a stream often arrive together, and each write to a socket costs more than the event.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import asyncio
 from typing import Any
 
 HELD_BYTES = 64 << 10
-"""Held at most: past it the socket is written to, so that its own flow control sees the rest."""
+"""Most bytes that are held: beyond that the socket is written, so that its own flow control sees
+the rest.
+"""
 
 
 class CoalescingTransport:
-    """All of `transport`, with writes that are joined until the event loop's next turn."""
+    """A transport whose writes are joined until the event loop's next iteration."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -42,17 +44,17 @@ class CoalescingTransport:
         return self._written - self.get_write_buffer_size()
 
     def write_eof(self) -> None:
-        """Ends the sending side after what was written."""
+        """Close the sending side after pending data."""
         self._flush()
         self._transport.write_eof()
 
     def close(self) -> None:
-        """Closes the connection after what was written."""
+        """Close the connection after pending data."""
         self._flush()
         self._transport.close()
 
     def abort(self) -> None:
-        """Closes the connection at once."""
+        """Close the connection at once."""
         self._pieces, self._size = [], 0
         self._transport.abort()
 
@@ -60,5 +62,5 @@ class CoalescingTransport:
         if self._pieces:
             pieces, self._pieces, self._size = self._pieces, [], 0
             if self._transport.is_closing():
-                return  # the peer left since the write; uvloop would raise, and nobody reads
+                return  # the peer disconnected since the write, and uvloop would raise
             self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))

@@ -11,34 +11,34 @@ from lockstep.tokens.errors import BadRequest
 
 try:
     import resource
-except ImportError:  # there is none on Windows
+except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
 Groups = TypeVarTuple("Groups")
 DESCRIPTORS = 1 << 16
-"""File descriptors that a server process asks for, where the system lets it have so many."""
+"""File descriptors that a server process requests, if the system allows that many."""
 RESERVED_DESCRIPTORS = 64
 FEWEST_CONNECTIONS = 16
 DRAIN_SECONDS = 30.0
-"""How long a server that stops waits for the responses under way, unless told otherwise."""
+"""Default time that a stopping server waits for running responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Limits of one listener. Every field has a default that suits a server on a network, and is
-    an option: `--limit NAME=NUMBER`.
+    """Limits of one listener. The defaults suit a server on a network; `--limit NAME=NUMBER` sets
+    any of them.
 
     connections         open at once; past it the longest idle one is closed, or a new one gets 503
-    keep_alive_seconds  a connection may be without a request for so long
-    head_seconds        a request line and its headers must be there so long after their first byte
-    progress_seconds    in so many seconds a body must grow, and a response must be read, by
-    progress_bytes      so many bytes, or come to its end; else 408, or the connection is cut
+    keep_alive_seconds  a connection is closed after this time without a request
+    head_seconds        time for a request line and its headers, from their first byte
+    progress_seconds    period in which a body must grow, and a response must be read, by
+    progress_bytes      this many bytes, or end; otherwise 408, or the connection is reset
     head_bytes          size of a request line with its headers (431 past it)
     framing_bytes       trailers, chunk extensions and the like of one body (431 past it); trailers
-                        are read over, they never become headers
+                        are ignored, they never become headers
     pipelined_bytes     requests sent before the response to an earlier one; past it reading pauses
-    linger_seconds      a refused connection is still read for so long, so that the refusal arrives
-    sweep_seconds       how often the deadlines are looked at
+    linger_seconds      a refused connection is still read for this time, so that it gets the reason
+    sweep_seconds       interval at which deadlines are checked
     """
 
     connections: int = 4096
@@ -58,7 +58,7 @@ LIMITS = ServerLimits()
 
 
 def raise_descriptor_limit() -> int:
-    """Raises the soft limit of open files as far as is useful and allowed; returns the limit."""
+    """Raise the soft limit of open files as far as is useful and allowed; return the limit."""
     if resource is None:
         return DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -72,19 +72,19 @@ def raise_descriptor_limit() -> int:
 
 
 def connections_within(descriptors: int, wanted: int, listeners: int) -> int:
-    """How many connections one of `listeners` may hold, at most `wanted`.
+    """Return how many connections one of `listeners` may hold, at most `wanted`.
 
-    Half of the descriptors stay free: a process whose clients took them all could neither reach
-    its workers nor open a file.
+    Half of the descriptors stay free: a process whose clients used them all could neither reach its
+    workers nor open a file.
     """
     share = (descriptors - RESERVED_DESCRIPTORS) // 2 // max(1, listeners)
     return min(wanted, max(FEWEST_CONNECTIONS, share))
 
 
 def parse_limits(options: Iterable[str], *groups: *Groups) -> tuple[*Groups]:
-    """Return groups of limits (frozen dataclasses) with what options NAME=NUMBER change in them.
+    """Return groups of limits (frozen dataclasses), changed by options NAME=NUMBER.
 
-    Raises BadRequest for an option that names no field of any group, or no positive number.
+    Raises BadRequest for an option that names no field of any group, or has no positive number.
     """
     changed: list[Any] = list(groups)
     owners = {field.name: at for at, group in enumerate(changed) for field in fields(group)}
@@ -105,7 +105,7 @@ def parse_limits(options: Iterable[str], *groups: *Groups) -> tuple[*Groups]:
 
 
 def _number(text: str, *, whole: bool) -> float | None:
-    """The number that a text is, None for no positive one."""
+    """Return the positive number in a text, or None."""
     try:
         number = int(text) if whole else float(text)
     except ValueError:

@@ -1,4 +1,6 @@
-"""Watches how long the event loop of a process is held: while it is, nobody is served."""
+"""Measurement of how long the event loop of a process is blocked: meanwhile no request is
+served.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
 
 class LoopMonitor:
-    """Wakes up every 25 ms, and tells how late it was.
+    """Task that wakes up every 25 ms and records how late it was.
 
-    The clock "wall" says by how much, for whatever reason; "cpu" how long the loop's own thread
-    computed since the last time, which a busy machine does not change. What one callback computes
-    is never more than that.
+    The clock "wall" records the delay, whatever its cause; "cpu" the time that the loop's own
+    thread computed since the last wake-up, which does not depend on other load of the machine. No
+    callback computes for longer than that.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

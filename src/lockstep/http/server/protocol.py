@@ -1,8 +1,9 @@
 """HTTP/1.1 on one connection: uvicorn's protocol, with the limits and deadlines that it lacks.
 
-Added to it: headers end with the head; head, trailers and chunk extensions have a size; head, body
-and unread responses have deadlines; one Host; `Upgrade` is ignored; a refused connection runs
-nothing more; a handler learns at once that its client has gone, also while requests are pipelined.
+Added: headers end with the head; head, trailers and chunk extensions have a maximum size; head,
+body and unread responses have deadlines; exactly one Host header; `Upgrade` is ignored; no request
+of a refused connection runs; a handler is notified at once when its client disconnects, also while
+requests are pipelined.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from lockstep.http.server.coalescing import CoalescingTransport
 from lockstep.http.server.limits import ServerLimits
 
 CHUNK_FRAME = 12
-"""Bytes around each chunk that do not count: its size in up to eight digits, two line ends."""
+"""Bytes around each chunk that do not count: its size in up to eight digits, and two line ends."""
 HEAD_PIECE, CHUNK_PIECE = 4 << 10, 16 << 10
-"""Bytes that are parsed in one go, as they may hold many requests; a body is taken as a whole."""
+"""Bytes that are parsed at once, as they may hold many requests; a body is taken as a whole."""
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
 LINE_BREAK = re.compile(rb"[\r\n\0]")
 
 
 class ListenerConfig(uvicorn.Config):
-    """uvicorn's settings of one listener with ours beside them."""
+    """uvicorn's settings of one listener, with Lockstep's limits."""
 
     def __init__(self, app: Any, limits: ServerLimits) -> None:
         super().__init__(
@@ -53,15 +54,16 @@ class ListenerConfig(uvicorn.Config):
 
 
 class HeldFlow(FlowControl):
-    """uvicorn's flow control, whose reading nobody resumes while it is held.
+    """uvicorn's flow control with a hold: reading is not resumed while it is held.
 
-    A handler resumes it for more of its body, and would let in more of what a client sends ahead.
+    A handler resumes reading for more of its body, which would also read more of the requests that
+    a client sends ahead.
     """
 
     held = False
 
     def hold(self, held: bool) -> None:
-        """Stops reading, or lets it go on; a reader that paused by itself resumes by itself."""
+        """Stop reading, or allow it again; a reader that paused by itself resumes by itself."""
         if held:
             self.held = True
             self.pause_reading()
@@ -75,7 +77,7 @@ class HeldFlow(FlowControl):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One client. Its requests are handled one after the other, in their order."""
+    """The connection of one client. Its requests are handled one after the other, in order."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._presence = Presence()
         self._pipelined = bytearray()
         self._refusal: bytes | None = None
-        # Whatever else the client sends is read and dropped, once this is set.
+        # Once this is set, further data of the client is read and dropped.
         self._ignores_input = self._in_head = self._in_body = False
         self._messages = self._hosts = 0
         self._head_size = self._head_fed = self._framing = self._received = self._body_left = 0
@@ -121,7 +123,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         rest: bytes | memoryview = data
         if not self._in_body and not self._pipelined and not self._waits():
-            # The first piece, as below; what is left is mostly the rest of its body.
+            # Parse the first piece as below; the rest is mostly its body.
             view = memoryview(data)
             self._feed(view[:HEAD_PIECE])
             rest = view[HEAD_PIECE:]
@@ -131,7 +133,7 @@ class HttpProtocol(HttpToolsProtocol):
         if whole and not (self._pipelined or self._waits()):
             self._feed(rest)
             return
-        # Kept as bytes: reading goes on, so that a client that leaves is noticed.
+        # Keep the data as bytes: reading continues, so that a disconnect is noticed.
         self._pipelined += rest
         self._feed_pipelined()
 
@@ -140,7 +142,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Lets the response under way end, and closes the connection after it."""
+        """Finish the running response, then close the connection."""
         self.pipeline.clear()
         self._pipelined.clear()
         if self._running is None:
@@ -154,7 +156,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self._running is None and not (self._in_head or self._in_body or self._ignores_input)
 
     def _close_one(self) -> None:
-        """Closes the connection that was idle for longest, or else this one."""
+        """Close the connection that was idle for longest, or else this one."""
         idle = [
             other
             for other in cast("set[HttpProtocol]", self.connections)
@@ -167,22 +169,22 @@ class HttpProtocol(HttpToolsProtocol):
             self._ignores_input = True
             many = f"{self.limits.connections} connections are open here, and all are in use"
             self.transport.write(refusal(503, f"{many}: try again later", "too_many_connections"))
-        # Not counted any more: several may come before the event loop has closed it.
+        # Uncount it now: several connections may be opened before the event loop has closed it.
         self.connections.discard(leaving)
         leaving.transport.close()
 
     # Reading requests
 
     def _waits(self) -> bool:
-        """Whether what comes now belongs to a request whose turn has not come."""
+        """Whether incoming data belongs to a request that must wait for an earlier one."""
         running = self._running
         return running is not None and (running is not self.cycle or not self._in_body)
 
     def _feed_pipelined(self) -> None:
-        """Parses what has come, until it belongs to a request whose turn has not come.
+        """Parse received data up to a request that must wait for an earlier one.
 
-        In small pieces: all the requests of one piece are parsed at once, and each takes far more
-        memory than its bytes.
+        It is parsed in small pieces: all requests of one piece are parsed at once, and each takes
+        far more memory than its bytes.
         """
         while self._pipelined and not self._ignores_input and not self._waits():
             size = max(self._body_left, CHUNK_PIECE) if self._in_body else HEAD_PIECE
@@ -202,8 +204,8 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(400, f"this is no HTTP request: {error}", "bad_request")
             return
-        # The parser tells nothing of unfinished headers and chunk extensions: they are what is
-        # left of the bytes that were fed while one part of one request went on.
+        # The parser does not report unfinished headers and chunk extensions. Their size is that of
+        # the bytes fed during one part of one request, less what it reported.
         limits = self.limits
         if self._in_head and (in_head or (not in_body and self._messages == messages + 1)):
             self._head_fed += len(data)
@@ -217,7 +219,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(431, why, "trailers_too_large")
 
     def _feed_without_upgrade(self, rest: bytes | memoryview) -> None:
-        """Takes a request that asks for another protocol as the HTTP/1.1 request that it is."""
+        """Handle a request that asks for another protocol as a plain HTTP/1.1 request."""
         if self._ignores_input:
             return
         method = self.parser.get_method()
@@ -317,8 +319,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             self._hang_up(self._refusal)
         elif finished is self._last and finished is not None:
-            # A body that nobody needed is read to its end first: else its sender might never see
-            # the response.
+            # Read an unneeded body to its end first: otherwise its sender might never read the
+            # response.
             if not self._in_body:
                 self.transport.close()
         else:
@@ -328,7 +330,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._feed_pipelined()
 
     def _leave(self) -> None:
-        """Tells the handler of the request under way that its client has gone."""
+        """Notify the handler of the running request that its client has disconnected."""
         running, self._running = self._running, None
         if running is not None:
             running.disconnected = True
@@ -340,7 +342,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(431, why, "head_too_large")
 
     def _refuse(self, status: int, why: str, reason: str) -> None:
-        """Runs nothing more of this client, and tells it why after the response it waits for."""
+        """Run no further request of this client, and send the reason after the response it waits
+        for.
+        """
         if self._ignores_input:
             return
         self._ignores_input = True
@@ -348,22 +352,23 @@ class HttpProtocol(HttpToolsProtocol):
         self._pipelined.clear()
         response = refusal(status, why, reason)
         if self._waits():
-            self._refusal = response  # sent after the response under way
+            self._refusal = response  # sent after the running response
         elif self._in_body and self.cycle.response_started:
-            # A part of its response is out, and no other can follow it.
+            # A part of its response is sent, and no other response can follow it.
             self.cut()
         else:
             self._leave()
             self._hang_up(response)
 
     def cut(self) -> None:
-        """Ends the connection at once, and with it the request under way."""
+        """Reset the connection at once, and with it the running request."""
         self._ignores_input = True
         self._leave()
         reset(self.transport)
 
     def _hang_up(self, response: bytes) -> None:
-        """Sends a last response; the client closes the connection, or the next sweep but one does.
+        """Send a last response; the client closes the connection, or the second sweep after this
+        does.
 
         Closing at once would reset the connection while the client still writes, and the refusal
         would be lost.
@@ -378,7 +383,7 @@ class HttpProtocol(HttpToolsProtocol):
     # Deadlines
 
     def sweep(self, now: float) -> None:
-        """Ends what has waited for this client for too long. Called once in a while."""
+        """End the connection if it exceeded a deadline. Called periodically."""
         if self.flow.held and has_left(self.transport):
             self.cut()
             return
@@ -408,7 +413,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self.cut()
 
     def _waiting_for(self) -> tuple[str, int]:
-        """What this connection waits for, and how far that is in bytes."""
+        """Return what this connection waits for, and its progress in bytes."""
         transport = self.transport
         # Also a response that ended or goes on below the limit of the buffer: a client that reads
         # it byte by byte would keep the connection for hours.

@@ -1,4 +1,4 @@
-"""What every server process shares: sockets, serving, the admin token, and the ready line."""
+"""Server processes: sockets, serving, the admin token, and the ready line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import uvicorn
 
 try:
     import uvloop
-except ImportError:  # there is none for Windows
+except ImportError:  # not on Windows
     uvloop = None
 
 from starlette.types import ASGIApp
@@ -44,27 +44,31 @@ log = logging.getLogger(__name__)
 MAX_PORT = 65535
 POLL_SECONDS = 0.01
 CUT_SECONDS = 1.0
-"""How long handlers may take to notice that their clients were cut off, before being cancelled."""
+"""Time that handlers have to notice that their connection was reset, before they are cancelled."""
 YOUNG = 50_000
-"""New objects between two looks for garbage cycles. Requests leave next to none, and Python's own
-700 would look through those in flight several times per request."""
+"""New objects between two searches for garbage cycles. Requests create almost none, and Python's
+default of 700 would scan the requests in flight several times per request.
+"""
 
 
 def say_ready(**fields: object) -> None:
-    """Writes the line of JSON on stdout that tells a supervisor that this process serves."""
+    """Write the line of JSON on stdout that announces to a supervisor that this process serves."""
     sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")
     sys.stdout.flush()
 
 
 SWITCH_SECONDS = 0.0005
-"""How long one thread may keep the interpreter while another waits. Threads that compute steps or
-read weights need it for an instant, hundreds of times: with Python's own 5 ms, staging beside a
-busy event loop took six times as long."""
+"""Time that one thread may hold the interpreter while another waits. Threads that compute steps or
+read weights need it briefly, hundreds of times: with Python's default of 5 ms, staging beside a
+busy event loop took six times as long.
+"""
 
 
 @contextlib.contextmanager
 def admin_token(chosen: str | None) -> Iterator[tuple[str, str | None]]:
-    """The token and, when it was made here, the 0600 file that holds it while the process lives."""
+    """Yield the token, and the 0600 file that holds it while the process lives if it was
+    generated.
+    """
     if chosen is not None:
         if len(chosen) < 8:
             raise BadRequest(
@@ -85,8 +89,9 @@ def admin_token(chosen: str | None) -> Iterator[tuple[str, str | None]]:
 
 
 def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
-    """A bound socket; with `share`, other processes of the same user may bind the same port, and
-    each takes some of the connections. Raises BadRequest when the address cannot be had."""
+    """Return a bound socket. With `share`, other processes of the same user may bind the same port,
+    and each accepts some of the connections. Raises BadRequest if the address is not available.
+    """
     if not 0 <= port <= MAX_PORT:
         raise BadRequest(f"port is {port}: expected 0 (any) to {MAX_PORT}", param="port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -105,14 +110,14 @@ def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
 
 
 def url_of(sock: socket.socket, tls: TlsFiles | None = None) -> str:
-    """The URL of a bound socket."""
+    """Return the URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     scheme = "http" if tls is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class Endpoint(NamedTuple):
-    """An application, the socket that it listens on, and TLS where it has it."""
+    """An application, the socket that it listens on, and its TLS files, if any."""
 
     app: ASGIApp
     sock: socket.socket
@@ -122,25 +127,25 @@ class Endpoint(NamedTuple):
 class Listener(uvicorn.Server):
     """One application on one socket.
 
-    Unlike uvicorn's own loop it leaves signals alone, looks after deadlines, and returns from its
-    end only when every handler has ended.
+    Unlike uvicorn's own loop it leaves signals alone, enforces deadlines, and `end` returns only
+    when every handler has ended.
     """
 
     def __init__(self, config: ListenerConfig, tls: TlsFiles | None = None) -> None:
-        """Raises BadRequest for certificates that cannot be used."""
+        """Raise BadRequest for unusable certificates."""
         super().__init__(config)
         self._limits = config.limits
         self._certificates = None if tls is None else listener_certificates(tls)
         self._connections = cast("set[HttpProtocol]", self.server_state.connections)
 
     async def start(self, sock: socket.socket) -> None:
-        """Listens on the socket."""
+        """Listen on the socket."""
         self.config.load()
 
         def new_protocol() -> HttpProtocol:
             return HttpProtocol(self.config, self.server_state, {})
 
-        # uvicorn's own start has no deadline for handshakes, which come before every other limit.
+        # uvicorn's own start has no deadline for TLS handshakes, which precede every other limit.
         certificates = self._certificates
         loop = asyncio.get_running_loop()
         self.servers = [
@@ -154,21 +159,23 @@ class Listener(uvicorn.Server):
         ]
 
     def sweep(self, now: float) -> None:
-        """Ends what is past its deadline, on every connection; reads changed certificates."""
+        """Enforce the deadlines of every connection, and reload changed certificates."""
         if self._certificates is not None:
             self._certificates.refresh()
         for connection in list(self._connections):
             connection.sweep(now)
 
     async def end(self, seconds: float) -> None:
-        """Takes no more requests; responses that are not out after `seconds` are cut off."""
+        """Accept no more requests; reset connections whose responses are not sent after
+        `seconds`.
+        """
         tasks, deadline = self.server_state.tasks, monotonic() + seconds
         for server in self.servers:
             server.close()
         for connection in list(self._connections):
             connection.shutdown()
         while (self._connections or tasks) and monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)  # handlers work, or clients still read
+            await asyncio.sleep(POLL_SECONDS)  # handlers run, or clients still read
         if self._connections or tasks:
             log.warning("%d requests were cut off after %g s", len(tasks), seconds)
         for connection in list(self._connections):
@@ -190,16 +197,16 @@ async def serving(
     limits: ServerLimits = LIMITS,
     origins: Iterable[str] = (),
 ) -> AsyncIterator[None]:
-    """Serves each app on its socket while the block runs; then lets open responses end.
+    """Serve each app on its socket while the block runs; then let open responses end.
 
-    Responses that are not out `drain_seconds` after the end of the block are cut off. Each listener
-    has `limits`, with fewer connections where the system allows too few open files. Pages of other
-    sites may call none of them, except those of `origins`. Raises BadRequest for certificates that
-    cannot be used.
+    Responses that are not sent `drain_seconds` after the end of the block are cut off. Each
+    listener has `limits`, with fewer connections where the system allows too few open files. Pages
+    of other sites may not call the apps, except those of `origins`. Raises BadRequest for unusable
+    certificates.
     """
     connections = connections_within(raise_descriptor_limit(), limits.connections, len(apps))
     limits = replace(limits, connections=connections)
-    endpoints = [Endpoint(*each) for each in apps]
+    endpoints = [Endpoint(*endpoint) for endpoint in apps]
     listeners = [
         Listener(ListenerConfig(_traced(CrossSiteFilter(app, origins)), limits), tls)
         for app, _, tls in endpoints
@@ -213,7 +220,8 @@ async def serving(
         yield
     finally:
         await asyncio.gather(*[listener.end(drain_seconds) for listener in started])
-        # To the end of it: a client that does not read its response has deadlines then, too.
+        # Sweep until the end: a client that does not read its response has a deadline while
+        # draining, too.
         sweeping.cancel()
 
 
@@ -230,7 +238,7 @@ async def _sweep(listeners: Sequence[Listener], seconds: float) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets."""
+    """Return an event that SIGTERM or SIGINT sets."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -238,7 +246,7 @@ def stop_event() -> asyncio.Event:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a server's main coroutine on the fastest loop there is."""
+    """Run a server's main coroutine on the fastest event loop that is installed."""
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
     with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
