@@ -77,7 +77,7 @@ def test_a_link_of_the_command_logs_in_once(new_page: Open, live: Live) -> None:
     assert code not in page.url
     other = new_page()
     other.goto(f"{live.page_url}#code={code}")
-    other.get_by_text("this link was used or is too old").wait_for()
+    other.get_by_text("this link was used or has expired").wait_for()
     other.errors.clear()
 
 

@@ -153,7 +153,7 @@ def test_who_drains_the_last_worker_is_told_so(
     assert run("drain", "w0") == 0
     shown = capsys.readouterr()
     assert "w0 is drained" in shown.out
-    assert ("no worker serves now" in shown.err) is (serving == 0)
+    assert ("no worker is serving" in shown.err) is (serving == 0)
 
 
 def test_a_command_without_its_token_or_arguments_is_wrong(

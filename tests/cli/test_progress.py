@@ -99,8 +99,8 @@ def test_an_update_shows_it_on_a_terminal_unless_json_is_wanted() -> None:
                    served.admin_url]  # fmt: skip
         environ = {"LOCKSTEP_ADMIN_TOKEN": "test-admin-token"}
         _, _, shown = on_a_terminal(command, **environ)
-        assert "The fleet is at work" in shown
+        assert "Running the operation" in shown
         _, _, shown = on_a_terminal([*command, "--json"], **environ)
-        assert "The fleet is at work" not in shown
+        assert "Running the operation" not in shown
     finally:
         served.stop()

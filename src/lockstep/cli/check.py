@@ -56,7 +56,7 @@ def check(
     ] = 1e-3,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Make these checks only, such as 'tokens.*'; may be repeated."),
+        typer.Option(help="Run only these checks, such as 'tokens.*'; may be repeated."),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Longest time of one request.")] = 60.0,
     api_key_env: Annotated[
@@ -75,7 +75,7 @@ def check(
     ] = False,
     mutate: Annotated[
         bool,
-        _mutation_option(help="Also make the checks that pause, update weights and load adapters."),
+        _mutation_option(help="Also run the checks that pause, update weights and load adapters."),
     ] = False,
     admin: Annotated[
         str | None,
@@ -185,7 +185,7 @@ def _show(report: Report, console: Console, details: bool) -> None:
                 f"\n  {escape(finding.evidence)}",
                 soft_wrap=True,
             )
-    more = "" if details else "; --details shows what each check looks for, and all evidence"
+    more = "" if details else "; --details shows what each check looks for, and its full evidence"
     console.print(f"\n{escape(report.summary())}{more}", soft_wrap=True)
 
 

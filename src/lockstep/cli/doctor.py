@@ -40,7 +40,7 @@ def doctor(
     if as_json and report:
         raise BadRequest("give --json or --report, not both", param="json")
     console = Console(stderr=as_json or report, highlight=False)
-    with console.status("Checking this machine: this takes some seconds"):
+    with console.status("Checking this machine (a few seconds)"):
         checks = list(examine())
     failed = [check for check in checks if check.status == "fail"]
     if as_json:

@@ -33,16 +33,16 @@ def dynamo() -> None:
 def up(
     model: ModelArgument = "tiny",
     workers: Annotated[
-        int, typer.Option(help="Number of worker processes; 0 with --discovery: a frontend alone.")
+        int, typer.Option(help="Number of worker processes; 0 with --discovery: only a frontend.")
     ] = 1,
     frontend: Annotated[
-        bool, typer.Option(help="Whether this machine has a frontend, or workers alone.")
+        bool, typer.Option(help="Start a frontend on this machine, or only workers.")
     ] = True,
     worker_args: Annotated[
-        str, typer.Option(help="Options of `lockstep worker` for each of them, in one string.")
+        str, typer.Option(help="Options of `lockstep worker` for every worker, in one string.")
     ] = "",
     host: Annotated[
-        str, typer.Option(help="Address the frontend listens on; it knows no keys.")
+        str, typer.Option(help="Address the frontend listens on; it has no API keys.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the frontend; 0: any free port.")] = 8000,
     rl_port: Annotated[
@@ -51,7 +51,8 @@ def up(
     python: Annotated[
         Path | None,
         typer.Option(
-            help="Python of an environment with Dynamo; by default this one, or .venv-dynamo."
+            help="Python interpreter of an environment with Dynamo; by default this one, or "
+            ".venv-dynamo."
         ),
     ] = None,
     as_json: Annotated[
@@ -74,7 +75,7 @@ def up(
 
     def count_up(_: Child) -> None:
         up = sum(worker.ready.done() for worker in deployment.workers)
-        status.update(f"Starting {model}: {up} of {workers} workers are ready")
+        status.update(f"Starting {model}: {up} of {workers} workers ready")
 
     deployment = LocalDynamo(
         model,
@@ -133,7 +134,7 @@ def _show(deployment: LocalDynamo, as_json: bool) -> None:
         out.print(f"[bold green]Ready[/]: {len(rows)} workers, for the frontends of the deployment")
         for row in rows:
             out.print(f"{row['name']}: {row['instance_id']}, {row['system_url']}", soft_wrap=True)
-    out.print("\nCtrl-C stops it, after the requests that are running.")
+    out.print("\nPress Ctrl-C to stop. Running requests finish first.")
 
 
 def _show_frontend(out: Console, frontend: Child, rows: list[dict[str, Any]]) -> None:

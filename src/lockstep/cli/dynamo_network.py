@@ -30,18 +30,18 @@ class DynamoNetwork:
     request_plane: Annotated[
         str | None,
         _network_flag(
-            "How requests reach workers: tcp, or nats://HOST:4222; by default tcp. User and "
+            "Transport of requests to workers: tcp, or nats://HOST:4222; by default tcp. User and "
             "password: NATS_AUTH_USERNAME, NATS_AUTH_PASSWORD."
         ),
     ] = None
     event_plane: Annotated[
-        Literal["zmq", "nats"] | None, _network_flag("How events travel; by default zmq.")
+        Literal["zmq", "nats"] | None, _network_flag("Transport of events; by default zmq.")
     ] = None
     advertise: Annotated[
         str | None,
         _network_flag(
-            "Address of this host that frontends and gateways reach; workers listen on it, "
-            "their admin routes too, which have no password. By default loopback."
+            "Address of this host for frontends and gateways. Workers listen on it, also for "
+            "their admin routes, which have no password. By default loopback."
         ),
     ] = None
 

@@ -46,13 +46,13 @@ def serve(
     logprobs_mode: Annotated[
         LogprobMode | None,
         typer.Option(
-            help="processed: of the distribution that tokens are drawn from; raw: of the model's "
-            "own. By default processed; with --worker what those servers were started with, raw "
-            "unless this says otherwise."
+            help="processed: logprobs of the distribution that tokens are drawn from; raw: "
+            "logprobs of the model's own. By default processed; with --worker, set it to the "
+            "mode of those servers, by default raw."
         ),
     ] = None,
     worker_args: Annotated[
-        str, typer.Option(help="Options of `lockstep worker` for each of them, in one string.")
+        str, typer.Option(help="Options of `lockstep worker` for every worker, in one string.")
     ] = "",
     gpus: Annotated[
         str | None,
@@ -130,8 +130,8 @@ def gateway(
         )
     for url in [part for urls in worker or () for part in urls.split(",")] + [dynamo or "http://"]:
         if not url.startswith(("http://", "https://")):
-            raise BadRequest(f"{url!r} is no URL: expected http://HOST:PORT", param="worker")
-    uncontrolled = [one for one in worker or () if "," not in one]
+            raise BadRequest(f"{url!r} is not a URL: expected http://HOST:PORT", param="worker")
+    uncontrolled = [url for url in worker or () if "," not in url]
     if arguments.require_proof == "held" and uncontrolled:
         raise BadRequest(
             f"--require-proof held needs the admin port of {uncontrolled[0]}: without it nothing "
@@ -142,7 +142,8 @@ def gateway(
     if workers_join:
         if arguments.gateway.tokenizer is None:
             raise BadRequest(
-                "--workers-join needs --tokenizer: there is no worker yet to tell the model's",
+                "--workers-join needs --tokenizer: no worker has joined yet that could name the "
+                "model",
                 param="tokenizer",
             )
         source = JoiningWorkers(arguments.gateway.tokenizer)

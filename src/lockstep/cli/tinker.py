@@ -36,8 +36,8 @@ def tinker(
     engine: Annotated[
         EngineName,
         _engine_option(
-            help="What samples: the embedded engine, whose logprobs are the trainer's, or vLLM "
-            "servers, whose logprobs are close to them."
+            help="Engine that samples: the embedded one, whose logprobs equal the trainer's, or "
+            "vLLM servers, whose logprobs are close to them."
         ),
     ] = "lockstep",
     worker: Annotated[
@@ -49,7 +49,7 @@ def tinker(
     ] = None,
     workers: Annotated[int, _engine_option(help="Number of processes that sample.")] = 1,
     worker_args: Annotated[
-        str, _engine_option(help="Options of `lockstep worker` for each of them, in one string.")
+        str, _engine_option(help="Options of `lockstep worker` for every worker, in one string.")
     ] = "",
     *,
     options: partial[TrainerOptions],
@@ -96,7 +96,7 @@ def _check(arguments: GatewayArguments, settings: Settings) -> None:
     if arguments.store or settings.store or arguments.gateways > 1:
         raise BadRequest(
             "--store and --gateways are for gateways without a trainer: runs and results are in "
-            "the one process that trains",
+            "the process that trains",
             param="store",
         )
     keys = settings.api_keys

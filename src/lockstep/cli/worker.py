@@ -32,7 +32,7 @@ def worker(
     script: Annotated[
         Path | None,
         typer.Option(
-            help="File of rules (JSON lines) that decides what is said, in place of the model: for "
+            help="File of rules (JSON lines) that determine the replies instead of the model: for "
             "tests of agents, with 131,072 tokens of context."
         ),
     ] = None,
@@ -68,8 +68,8 @@ def worker(
         _join_network(network)  # before torch is loaded, which takes seconds
     elif network.given:
         raise BadRequest(
-            "--discovery, --request-plane, --event-plane and --advertise are for --runtime dynamo: "
-            "leave them out, or give it",
+            "--discovery, --request-plane, --event-plane and --advertise are for --runtime "
+            "dynamo: leave them out, or add it",
             param="runtime",
         )
     settings = Settings.read()

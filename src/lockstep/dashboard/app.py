@@ -168,7 +168,7 @@ class Dashboard:
         directory = Path(body.directory)
         if not await asyncio.to_thread(directory.is_dir):
             raise BadRequest(
-                f"{body.directory!r} is no directory on the gateway's machine", param="directory"
+                f"{body.directory!r} is not a directory on the gateway's machine", param="directory"
             )
         self._run_dir = directory
         return json_response({"directory": body.directory})

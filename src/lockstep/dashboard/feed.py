@@ -77,7 +77,7 @@ class Feed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), self._seconds)
         except Exception:
-            log.exception("the dashboard could not be brought up to date")
+            log.exception("the dashboard could not be updated")
         finally:
             if self._ticking is asyncio.current_task():
                 self._ticking = None

@@ -47,7 +47,7 @@ class Logins:
                 raise Unauthorized("this is not the admin token", param="token")
         elif self._codes.pop(code or "", 0.0) <= self._clock():
             raise Unauthorized(
-                "this link was used or is too old: `lockstep dashboard` makes another one",
+                "this link was used or has expired: run `lockstep dashboard` for a new one",
                 param="code",
             )
         named = f"{secrets.token_urlsafe(12)}.{int(self._clock() + COOKIE_SECONDS)}"

@@ -19,8 +19,8 @@ def check_exposure(listening_on: str, keyed: bool, insecure: bool) -> None:
     """Raise Forbidden for a listener that is open to the network without a key."""
     if hosts_of(listening_on) is None and not keyed and not insecure:
         raise Forbidden(
-            f"--host {listening_on} would serve everybody who can reach this machine: set "
-            "LOCKSTEP_API_KEYS, or say --insecure if that is meant",
+            f"--host {listening_on} would serve every client that can reach this machine: set "
+            f"LOCKSTEP_API_KEYS, or pass --insecure if that is intended",
             param="host",
         )
 
@@ -29,8 +29,8 @@ def check_admin_exposure(listening_on: str, tls: bool, insecure: bool) -> None:
     """Raise Forbidden for an admin port whose token would cross the network unencrypted."""
     if hosts_of(listening_on) is None and not tls and not insecure:
         raise Forbidden(
-            f"the admin port on {listening_on} would take its token in the clear: give --tls-cert "
-            "and --tls-key, or say --insecure if a mesh or a proxy encrypts",
+            f"the admin port on {listening_on} would receive its token unencrypted: give "
+            f"--tls-cert and --tls-key, or pass --insecure if a mesh or a proxy encrypts",
             param="host",
         )
 

@@ -203,7 +203,7 @@ async def on_crash(request: Request, error: Exception) -> Response:
     log.error(
         "%s %s failed, request %s, key %s", request.method, path, named, caller, exc_info=error
     )
-    why = f"internal error: the log of this server has its cause, under the request id {named}"
+    why = f"internal error: see the log of this server for its cause, under the request id {named}"
     return json_response(error_body(500, why, "internal_error", request_id=named), 500)
 
 

@@ -103,7 +103,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """
     task = asyncio.current_task()
     if task is None:
-        raise RuntimeError("a request is handled in a task")
+        raise RuntimeError("a request must be handled in a task")
     left = False
 
     def leave() -> None:

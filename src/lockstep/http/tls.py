@@ -126,11 +126,11 @@ class Certificates:
             self._files.load_into(self.context)
         except OSError as error:
             if stamp != self._bad or stamp is None:
-                log.error("TLS stays as it was: %s", _why(error, self._files))
+                log.error("TLS certificates were not reloaded: %s", _why(error, self._files))
             self._bad = stamp
             return
         self._stamp, self._bad = stamp, None
-        log.warning("TLS certificates were read again: %s", self._files.cert or self._files.ca)
+        log.warning("TLS certificates were reloaded: %s", self._files.cert or self._files.ca)
 
 
 def _why(error: OSError, files: TlsFiles) -> str:

@@ -34,8 +34,8 @@ from lockstep.tokens.operation import Operation
 Mode = Annotated[
     Literal["keep", "wait", "abort"],
     typer.Option(
-        help="What happens to running requests: keep (they stop and go on later), wait (they end "
-        "first) or abort."
+        help="How running requests are treated: keep (pause them and continue later), wait "
+        "(finish them first) or abort."
     ),
 ]
 PANEL = "Commands for a running fleet"
@@ -88,7 +88,7 @@ class FleetConnection:
         """Run an operation on the fleet and print its result."""
 
         async def work(fleet: RemoteFleet) -> None:
-            with Progress("The fleet is at work", visible=not self.as_json):
+            with Progress("Running the operation", visible=not self.as_json):
                 operation = await call(fleet)
             if self.as_json:
                 _print_operation_json(operation)
@@ -100,7 +100,9 @@ class FleetConnection:
 
 @with_flags
 def state(
-    watch: Annotated[bool, typer.Option(help="Keep showing it, updated twice a second.")] = False,
+    watch: Annotated[
+        bool, typer.Option(help="Keep showing the state, updated twice a second.")
+    ] = False,
     details: Annotated[
         bool,
         typer.Option(
@@ -178,9 +180,7 @@ def update_weights(
     mode: Mode = "keep",
     key: Annotated[
         str | None,
-        typer.Option(
-            help="Idempotency key: a command sent again with the same key changes nothing."
-        ),
+        typer.Option(help="Idempotency key: a repeated command with the same key changes nothing."),
     ] = None,
     *,
     connection: FleetConnection,
@@ -234,8 +234,8 @@ def drain(
             Console().print(f"worker {worker} is drained and no longer in the fleet", markup=False)
         if not (await fleet.state())["serving"]:
             _warn(
-                "no worker serves now; requests are refused until one does, and `lockstep state` "
-                "shows who is there"
+                "no worker is serving; requests are rejected until one does. `lockstep state` "
+                "lists the workers"
             )
 
     connection.run(act)

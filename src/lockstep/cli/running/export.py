@@ -23,7 +23,7 @@ from lockstep.running_gateways import find_control_plane
 from lockstep.settings import Settings
 from lockstep.tokens.errors import BadRequest
 
-app = typer.Typer(no_args_is_help=True, help="Write what was recorded in forms others read.")
+app = typer.Typer(no_args_is_help=True, help="Write samples in the formats of other programs.")
 Format = Literal["jsonl", "parquet", "verifiers", "openenv"]
 
 
@@ -46,7 +46,7 @@ def samples(
         Format,
         typer.Option(
             "--format",
-            help="jsonl: one sample per line; parquet: a dataset of Hugging Face; verifiers, "
+            help="jsonl: one sample per line; parquet: a Hugging Face dataset; verifiers, "
             "openenv: one trace per line.",
         ),
     ] = "jsonl",
@@ -60,7 +60,7 @@ def samples(
     ] = None,
     kinds: Annotated[
         str | None,
-        typer.Option(help="Kinds of branches of sessions, with commas between; by default all."),
+        typer.Option(help="Kinds of branches of sessions, separated by commas; by default all."),
     ] = None,
     tokenizer: Annotated[
         str | None,

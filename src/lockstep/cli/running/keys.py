@@ -22,7 +22,8 @@ from lockstep.tokens.errors import BadRequest
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="API keys of a gateway: each is of a tenant, whose sessions nobody else can use.",
+    help="API keys of a gateway. A key belongs to a tenant, and no other tenant can use its "
+    "sessions.",
 )
 PathOption = Annotated[
     Path | None,
@@ -45,8 +46,8 @@ def add(
     prefix: Annotated[
         KeyPrefix,
         typer.Option(
-            help="How the key begins: tml- for clients of Tinker, which refuse to send others. "
-            "The gateway takes both alike."
+            help="Prefix of the key: tml- for Tinker clients, which send no others. The gateway "
+            "treats both alike."
         ),
     ] = OWN_PREFIX,
     key_file: PathOption = None,
@@ -100,7 +101,7 @@ async def _on_keys(key_file: Path | None, store: str | None, work: Callable[[Any
         key_file, store = settings.key_file, settings.store
     if (key_file is None) == (store is None):
         raise BadRequest(
-            "which key file, or which store? Give --key-file or --store, or set one of "
+            "no key file and no store: give --key-file or --store, or set one of "
             "LOCKSTEP_KEY_FILE and LOCKSTEP_STORE",
             param="key_file",
         )

@@ -112,8 +112,8 @@ def _vllm(
         )
     if any(argument.partition("=")[0] == "--logprobs-mode" for argument in choice.vllm_args):
         raise BadRequest(
-            "--logprobs-mode stands after --: give it to lockstep serve, before --, as responses "
-            "must say which logprobs they hold",
+            "--logprobs-mode is after --: pass it to lockstep serve, before --, because responses "
+            "must state which logprobs they hold",
             param="logprobs_mode",
         )
     python = find_python(VLLM, settings.vllm_python)

@@ -16,7 +16,7 @@ def prime_rl_toml(gateway: RunningGateway, roots: tuple[str, ...]) -> str:
     return "\n".join(
         (
             "# prime-rl: rl.toml, without an [inference] table; Lockstep is the inference.",
-            f"# output_dir must lie in {places}: weights come from output_dir/broadcasts.",
+            f"# output_dir must be in {places}: weights are loaded from output_dir/broadcasts.",
             "[model]",
             f"name = {json.dumps(gateway.model)}",
             "",

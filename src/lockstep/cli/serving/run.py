@@ -233,8 +233,8 @@ def _print_ready(gateway: RunningGateway, workers: int, key: str | None) -> None
     command = f"curl {gateway.url}/v1/chat/completions {headers} -d {body}"
     out.print("\nTry:", command, soft_wrap=True, markup=False)
     out.print(
-        "\n`lockstep dashboard` opens a page of it all, `lockstep state` shows the fleet. Ctrl-C "
-        "stops it, after the requests that are running.",
+        "\n`lockstep dashboard` opens a live page, `lockstep state` shows the fleet. Press Ctrl-C "
+        "to stop. Running requests finish first.",
         soft_wrap=True,
     )
 
@@ -252,7 +252,7 @@ def _print_prime_rl(
 def _print_state(state: GatewayState, console: Console) -> None:
     """Print the path of the state, and the version that is resumed from an earlier run."""
     if state.directory is None and not state.store.shared:
-        console.print("State and sessions are in memory: they end with this process.")
+        console.print("State and sessions are in memory and end with this process.")
         return
     lines = ["State: in the store" if state.directory is None else f"State: {state.directory}"]
     if state.set_aside is not None:

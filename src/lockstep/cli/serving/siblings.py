@@ -45,7 +45,7 @@ class SiblingGateways:
         if self._count and self._store is None:
             raise BadRequest(
                 f"--gateways {arguments.gateways} needs a store that gateways can share: give "
-                "--store postgresql://..., as a file of sessions is one gateway's alone",
+                f"--store postgresql://..., because a session file belongs to one gateway",
                 param="gateways",
             )
 
@@ -116,6 +116,6 @@ def _say(ready: asyncio.Future[dict[str, Any]]) -> None:
     if ready.cancelled():
         return
     if (error := ready.exception()) is not None:
-        log.error("one gateway less serves: %s", error)
+        log.error("a gateway stopped serving: %s", error)
     else:
-        log.info("one more gateway serves, admin port at %s", ready.result().get("admin_url"))
+        log.info("another gateway is serving, admin port at %s", ready.result().get("admin_url"))

@@ -71,7 +71,7 @@ class EmbeddedWorkers:
 
         def count_up(_: Child) -> None:
             up = sum(child.state == "running" for child in children.children)
-            show(f"Starting {self.model}: {up} of {self.count} workers are ready")
+            show(f"Starting {self.model}: {up} of {self.count} workers ready")
 
         def restarted(child: Child) -> None:
             if any(worker.id == child.id for worker in pool.workers):  # a drained one is not
@@ -87,7 +87,7 @@ class EmbeddedWorkers:
             on_restart=restarted,
             drain_seconds=self.drain_seconds,
         )
-        show(f"Starting {self.model}: 0 of {self.count} workers are ready")
+        show(f"Starting {self.model}: 0 of {self.count} workers ready")
         async with children, pool, fleet:  # in this order: the pool must not see its workers die
             await children.ready()
             gpus = gpus_of_workers(self.placement, children.children)
@@ -206,7 +206,7 @@ class RunningWorkers:
 def _report(task: asyncio.Task[None]) -> None:
     """Log why a late worker could not be added: no caller waits for it any more."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("worker %s is not taken in: %s", task.get_name(), error)
+        log.error("worker %s is not added: %s", task.get_name(), error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class StoredWorkers:
 
     async def identity(self) -> ModelIdentity:
         """Return a placeholder: no state is kept under it, because the state is in the store."""
-        raise Unavailable("the workers of a store are known once the fleet has joined it")
+        raise Unavailable("the workers of a store can be read only after the fleet has joined it")
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:

@@ -47,7 +47,7 @@ class VllmWorkers:
 
         def count_up(_: Child) -> None:
             up = sum(child.state == "running" for child in servers.children)
-            show(f"Starting vLLM with {self.model}: {up} of {self.count} servers are ready")
+            show(f"Starting vLLM with {self.model}: {up} of {self.count} servers ready")
 
         servers = vllm_servers(
             self.model,

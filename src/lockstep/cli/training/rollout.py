@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def rollout(
-    config: Annotated[Path, typer.Argument(help="TOML file, as `lockstep train` takes it.")],
+    config: Annotated[Path, typer.Argument(help="TOML file, as for `lockstep train`.")],
     out: Annotated[
-        Path, typer.Option(help="The file for the samples, one line of JSON for each.")
+        Path, typer.Option(help="File for the samples, one line of JSON per sample.")
     ] = Path("samples.jsonl"),
     as_json: Annotated[
         bool,
@@ -57,7 +57,7 @@ def rollout(
         return
     for cause, count in total.failed:
         console.print(f"[yellow]{count} rollouts failed[/]: {escape(cause)}")
-    console.print(f"{total.samples} samples are in {escape(str(out))}")
+    console.print(f"Wrote {total.samples} samples to {escape(str(out))}")
 
 
 def _plain(total: Collected) -> dict[str, object]:

@@ -102,14 +102,14 @@ def train(
                 sys.stdout.write(f"step {metrics.step}/{run.loop.steps}  {_figures(metrics)}\n")
                 sys.stdout.flush()
 
-        again = f"`lockstep train {config} --resume` goes on from the last checkpoint"
+        again = f"`lockstep train {config} --resume` continues from the last checkpoint"
         try:
             result = asyncio.run(trainer.run(on_step))
         except KeyboardInterrupt:
             sys.stderr.write(f"Stopped; {again} in {run.run_dir}, if there is one yet.\n")
             raise SystemExit(INTERRUPTED) from None
         except OSError as error:
-            error.add_note(f"the run directory is {run.run_dir}; once that is mended, {again}")
+            error.add_note(f"the run directory is {run.run_dir}; once that is fixed, {again}")
             raise
     _end(result, write_report(result.run_dir), as_json)
 

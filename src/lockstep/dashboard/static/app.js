@@ -28,7 +28,7 @@ function leave(message = "") {
   const form = make("form", {}, input, make("button", {}, "Log in"));
   form.onsubmit = async event => { event.preventDefault(); const why = await send({ token: input.value }); if (why) { wrong.textContent = why; input.select(); } else enter(); };
   $("view").replaceChildren(make("section", { class: "card login" }, make("h1", {}, "Log in"),
-    make("p", {}, "With the admin token of this gateway. On its machine, ", make("code", {}, "lockstep dashboard"), " opens this page without asking."), form, wrong));
+    make("p", {}, "Enter the admin token of this gateway. On its machine, ", make("code", {}, "lockstep dashboard"), " opens this page and logs in."), form, wrong));
   input.focus();
 }
 
@@ -53,7 +53,7 @@ function connect() {
     setTimeout(async () => {
       const answer = await fetch("/dashboard/login").catch(() => null);
       if (!loggedIn) return;
-      if (answer?.ok && !(await answer.json()).logged_in) leave("The gateway has started anew: log in again.");
+      if (answer?.ok && !(await answer.json()).logged_in) leave("The gateway was restarted: log in again.");
       else connect();
     }, 1500);
   };
@@ -89,7 +89,7 @@ addEventListener("keydown", event => {
   else view?.key?.(event, false);
 });
 
-// Times move on although nothing happens; a hidden page does not.
+// Relative times change although nothing happens. A hidden page is not updated.
 setInterval(() => { if (!document.hidden && loggedIn) view?.tick?.(); }, 1000);
 
 async function start() {

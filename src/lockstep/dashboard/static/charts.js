@@ -22,7 +22,7 @@ export function ticks(low, high) {
   return marks;
 }
 
-/* Every chart of `specs` that `data` has a series for; pointing at one reads the same step in all. */
+/* Every chart of `specs` that `data` has a series for; hovering over one shows the same step in all. */
 export function drawCharts(container, data, specs = CURVES) {
   const hovers = [];
   const figures = specs.map(spec => chart(data, spec, hovers)).filter(Boolean);
@@ -124,7 +124,7 @@ function chart(data, spec, hovers) {
   return make("figure", { class: "card chart" }, make("figcaption", {}, make("b", {}, spec.title), readout), legend, svg);
 }
 
-function stepAt(data, at) { // an event between two steps stands between them
+function stepAt(data, at) { // an event between two steps is drawn between them
   const first = data.steps[0], last = data.steps[data.steps.length - 1];
   const index = data.ends.findIndex(end => end >= at);
   if (index < 0) return last;
@@ -132,14 +132,14 @@ function stepAt(data, at) { // an event between two steps stands between them
   return Math.max(first, data.steps[index] - 1 + Math.max(0, at - begin) / span);
 }
 
-/* Every metric of every step, for those who want the numbers. */
+/* A table of every metric of every step. */
 export function drawTable(table, data) {
   const names = Object.keys(data.series);
   const head = make("tr", {}, make("th", { scope: "col" }, "step"), make("th", { scope: "col" }, "version"), ...names.map(name => make("th", { scope: "col" }, name)));
   table.replaceChildren(head, ...data.steps.map((step, i) => make("tr", {}, make("th", { scope: "row" }, String(step)), make("td", {}, data.versions[i]), ...names.map(name => make("td", {}, show(data.series[name][i]))))));
 }
 
-/* Every update as a bar as high as its pause, above the lives of the workers. */
+/* Updates as bars whose height is their pause, above the lanes of the workers. */
 export function drawLanes(container, data) {
   const width = 1130, left = 74, right = 14, bars = 118, lane = 38, lanes = data.lanes;
   const height = bars + 16 + lanes.length * lane + 30;

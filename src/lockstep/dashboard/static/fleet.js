@@ -32,15 +32,15 @@ export class FleetView {
     if (!fleet) return;
     const adapters = Object.entries(fleet.adapters).map(([name, label]) => `adapter ${name} ${label}`);
     this.head.replaceChildren(make("h1", {}, `${fleet.model ?? "No model"} at `, make("span", { id: "version" }, fleet.version ?? "–")),
-      make("ul", { class: "facts" }, ...[`${fleet.serving} of ${fleet.workers} workers serve`, ...(fleet.paused ? [`paused (${fleet.paused})`] : []), ...(fleet.role === "alone" ? [] : [`this gateway ${fleet.role === "leader" ? "leads" : `follows ${fleet.leader || "nobody yet"}`}`, `gateways: ${fleet.gateways}`]), ...adapters].map(text => make("li", {}, text))));
+      make("ul", { class: "facts" }, ...[`${fleet.serving} of ${fleet.workers} workers serving`, ...(fleet.paused ? [`paused (${fleet.paused})`] : []), ...(fleet.role === "alone" ? [] : [`this gateway ${fleet.role === "leader" ? "leads" : `follows ${fleet.leader || "no leader yet"}`}`, `gateways: ${fleet.gateways}`]), ...adapters].map(text => make("li", {}, text))));
     const behind = new Map();
     for (const row of state.workers.values()) for (const [versions, requests] of Object.entries(row.behind)) behind.set(+versions, (behind.get(+versions) || 0) + requests);
     const worst = Math.max(0, ...behind.keys()), stale = [...behind].filter(([versions]) => versions > 0).reduce((sum, [, requests]) => sum + requests, 0);
     const update = [...state.operations.values()].filter(each => each.kind === "update_weights" && each.ended).sort((a, b) => b.ended - a.ended)[0];
     this.tiles.replaceChildren(
       tile("Tokens per second", count(fleet.rate), "sampled, over the last 5 s", sparkline(history.rate, state.at, SPAN)),
-      tile("In flight", count(fleet.in_flight), fleet.waiting ? `${count(fleet.waiting)} more wait` : "none waits", sparkline(history.flight, state.at, SPAN, "violet")),
-      tile("Staleness", worst ? `${worst} behind` : "0 behind", stale ? `${count(stale)} requests began on older weights` : "all in flight began on this version", null, worst ? "amber" : "green"),
+      tile("In flight", count(fleet.in_flight), fleet.waiting ? `${count(fleet.waiting)} queued` : "none queued", sparkline(history.flight, state.at, SPAN, "violet")),
+      tile("Staleness", worst ? `${worst} behind` : "0 behind", stale ? `${count(stale)} requests began on older weights` : "all requests in flight started on this version", null, worst ? "amber" : "green"),
       tile("Last update", update ? seconds(update.pause_seconds) : "–", update ? `pause of ${update.version}, ${ago(update.ended)}` : "none since the start", null, update && update.status !== "done" ? "red" : ""));
   }
 
@@ -76,14 +76,14 @@ export class FleetView {
     row.rate.replaceChildren(sparkline(history.workers.get(worker.id)?.rate ?? [], state.at, SPAN, "blue", 60, 22), make("span", { class: "num" }, count(worker.rate)));
     row.proof.replaceChildren(...proof(worker.evidence, worker.judged));
     const why = worker.state === "serving" ? "" : worker.reason ?? "";
-    text(row.reason, why && worker.next_try !== null ? `${why} · tried again ${worker.next_try > 0 ? `in ${worker.next_try} s` : "now"}` : why);
+    text(row.reason, why && worker.next_try !== null ? `${why} · next try ${worker.next_try > 0 ? `in ${worker.next_try} s` : "now"}` : why);
     row.reason.className = `reason${worker.state === "down" || worker.state === "quarantined" ? "" : " wait"}`; row.reason.hidden = !why;
     row.strip.replaceChildren(strip(worker.id)); row.strip.title = `the last ${seconds(shown(state.at))}`;
   }
 
   drawUpdates() {
     const rows = [...state.operations.values()].sort((a, b) => b.started - a.started).slice(0, 12);
-    this.updates.replaceChildren(...(rows.length ? rows.map(operation) : [make("div", { class: "empty" }, "Nothing was changed yet: updates, pauses and adapters stand here, each with its phases.")]));
+    this.updates.replaceChildren(...(rows.length ? rows.map(operation) : [make("div", { class: "empty" }, "No operations yet. Updates, pauses and adapter loads appear here with their phases.")]));
   }
 }
 
@@ -98,7 +98,7 @@ function proof(evidence, at) {
   return [make("span", { title: `${evidence.scope ? `${evidence.scope}; ` : ""}digest ${evidence.digest}${evidence.bound === null ? "" : `, allowed ${evidence.bound}`}` }, delta || by), make("br"), make("span", { class: "muted small" }, [delta ? by : "", at ? ago(at) : ""].filter(Boolean).join(" · "))];
 }
 
-/* The states of a worker over the last minutes, and the updates that it went through. */
+/* The states of a worker over the last minutes, and its updates. */
 function strip(id) {
   const width = 600, now = state.at, span = shown(now), x = at => Math.max(0, width * (1 - (now - at) / span));
   const svg = draw("svg", { viewBox: `0 0 ${width} 30`, preserveAspectRatio: "none", role: "img", "aria-label": `States of ${id}` });
@@ -113,7 +113,7 @@ function strip(id) {
   for (const operation of state.operations.values()) {
     const mine = operation.workers[id];
     if (!mine || (operation.ended ?? now) < now - SPAN) continue;
-    // As wide as it took, and wide enough to be seen: most are over within a second.
+    // As wide as its duration, but wide enough to be visible: most last less than a second.
     const phases = Object.entries(mine.seconds), sum = phases.reduce((total, [, took]) => total + took, 0) || 1;
     const wide = Math.max(MARK, x(operation.started + sum) - x(operation.started));
     let at = Math.min(x(operation.started), width - wide);
@@ -125,7 +125,7 @@ function strip(id) {
   return svg;
 }
 
-/* How much of the past the lanes show: what is known, between one minute and five. */
+/* Seconds that the lanes show: the recorded time, between one minute and five. */
 function shown(now) {
   const first = Math.min(now, ...[...history.workers.values()].map(past => past.states[0]?.at ?? now));
   return Math.min(SPAN, Math.max(60, now - first));

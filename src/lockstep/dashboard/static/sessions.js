@@ -1,4 +1,4 @@
-/* Sessions: the table, the tree of one, and its tokens. */
+/* Sessions: the table, the tree of a session, and its tokens. */
 import { ago, count, make, show } from "./dom.js";
 import { read, state } from "./state.js";
 import { spread, TokenView } from "./tokens.js";
@@ -18,7 +18,7 @@ export class SessionsView {
     this.page.go(rest);
   }
 
-  update() { // the store counts its turns: when there are more, what is shown may be old
+  update() { // reload when the store's count of turns has changed
     const store = state.health?.store, turns = store ? `${store.turns} ${store.live} ${store.opened} ${store.deleted}` : null;
     if (turns === this.turns) return;
     const first = this.turns === null;
@@ -65,7 +65,7 @@ class SessionTable {
   tick() { for (const node of this.body.querySelectorAll("[data-used]")) node.textContent = ago(+node.dataset.used); }
 
   draw() {
-    if (!this.rows.length) { this.body.replaceChildren(make("tr", {}, make("td", { colspan: 8, class: "empty" }, this.search.value ? "No session of that name or harness." : "No session yet. Requests that name one stand here: by the header X-Session-ID, or by the base URL /sessions/ID/v1."))); return; }
+    if (!this.rows.length) { this.body.replaceChildren(make("tr", {}, make("td", { colspan: 8, class: "empty" }, this.search.value ? "No session with that name or harness." : "No sessions yet. A request names its session by the header X-Session-ID, or by the base URL /sessions/ID/v1."))); return; }
     this.body.replaceChildren(...this.rows.map((row, i) => make("tr", { class: "open", "data-session": row.info.id, "aria-selected": String(i === this.at), onclick: () => { location.hash = address(row.info.id); } },
       make("td", { class: "what" }, make("b", { title: row.info.id }, row.info.id), make("span", {}, row.prompt)),
       make("td", { class: "wide" }, row.harness || make("span", { class: "muted" }, "–")),
@@ -116,7 +116,7 @@ class SessionPage {
   async load() {
     this.tree = await read(`sessions/${encodeURIComponent(this.id)}`);
     const { row, branches, turns } = this.tree;
-    this.facts.replaceChildren(...[row.harness || "no harness named", `${count(turns.length)} turns`, `${branches.length} branch${branches.length === 1 ? "" : "es"}`, `${count(row.sampled)} sampled tokens`,
+    this.facts.replaceChildren(...[row.harness || "unknown harness", `${count(turns.length)} turns`, `${branches.length} branch${branches.length === 1 ? "" : "es"}`, `${count(row.sampled)} sampled tokens`,
       ...(row.info.reward === null ? [] : [`reward ${show(row.info.reward)}`]), `active ${ago(row.info.used)}`].map(text => make("li", {}, text)));
     const byBranch = new Map(branches.map(branch => [branch.number, []]));
     for (const turn of turns) byBranch.get(turn.branch)?.push(turn);
@@ -130,7 +130,7 @@ class SessionPage {
         make("span", { class: "turns" }, ...squares), make("span", { class: "muted small num" }, `${count(branch.tokens)} tokens`));
     }));
     const broken = turns.filter(turn => turn.broke);
-    if (broken.length === this.broken) return; // what is open stays open
+    if (broken.length === this.broken) return; // keep an open break open
     this.broken = broken.length;
     this.breakBox.replaceChildren(...(broken.length ? [make("h2", {}, "Prefix breaks"), make("div", { class: "chips" }, ...broken.map(turn => make("button", { type: "button", "data-break": turn.index, onclick: () => this.showBreak(turn.index) }, `turn ${turn.index}: ${turn.breaks[turn.breaks.length - 1]}`))), this.sides = make("div")] : []));
   }
@@ -153,7 +153,7 @@ class SessionPage {
       if (!before || this.branch === null) await this.go(this.wanted ?? []);
       else if (branch && old && branch.tokens > old.tokens) this.tokens.extend(await this.source(this.branch));
       this.mark();
-    } catch { /* it may have been deleted: what was read stays */ }
+    } catch { /* the session may have been deleted: keep what was read */ }
     this.loading = false;
     if (this.again) { this.again = false; setTimeout(() => this.refresh(), 500); }
   }
@@ -190,8 +190,8 @@ class SessionPage {
     const found = await read(`sessions/${encodeURIComponent(this.id)}/breaks/${turn}`);
     const side = (title, text, kind) => make("div", {}, make("h4", {}, title), make("pre", {}, make("span", { class: "was" }, found.before), make("mark", { class: kind }, text || "(nothing)")));
     this.sides.replaceChildren(make("section", { class: "card break" }, make("b", {}, `Turn ${found.turn}: ${found.cause}`),
-      make("span", { class: "muted small" }, ` · the first ${count(found.shared)} tokens are the same; from there on they part`),
-      make("div", { class: "sides" }, side(found.other === null ? "Nothing was stored" : `Stored, up to turn ${found.other}`, found.stored, ""), side("Sent by the client", found.sent, "new"))));
+      make("span", { class: "muted small" }, ` · the first ${count(found.shared)} tokens are equal; then they differ`),
+      make("div", { class: "sides" }, side(found.other === null ? "No stored turn" : `Stored, up to turn ${found.other}`, found.stored, ""), side("Sent by the client", found.sent, "new"))));
   }
   close() { this.tokens.close(); }
 }

@@ -1,9 +1,9 @@
-/* What the gateway has said so far, and the last minutes of it. */
+/* The state that the gateway has sent, and its history of the last minutes. */
 export const SPAN = 300;
 export const state = { at: 0, fleet: null, workers: new Map(), operations: new Map(), health: null, run: null };
 export const history = { workers: new Map(), rate: [], flight: [], requests: [], errors: [], latency: [], loop: [], memory: [] };
 
-/* Takes an event in; the names of the parts that it brought. */
+/* Apply an event; return the names of the parts that it changed. */
 export function take(event) {
   const parts = new Set(Object.keys(event));
   state.at = event.at;

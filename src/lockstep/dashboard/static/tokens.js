@@ -8,13 +8,13 @@ import { digits, listed, make, show, swatch } from "./dom.js";
 const BLOCK = 256, PAGE = 2048;
 const ROLES = ["system", "user", "assistant", "tool", "template"];
 const PAINTS = {
-  role: { name: "who wrote it", legend: ROLES.map(role => [role, role]), color: token => ROLES.includes(token.role) ? token.role : "template" },
+  role: { name: "author", legend: ROLES.map(role => [role, role]), color: token => ROLES.includes(token.role) ? token.role : "template" },
   logprob: { name: "logprob", legend: [["above −0.01", "l0"], ["−0.1", "l1"], ["−0.5", "l2"], ["−2", "l3"], ["below −2", "l4"]],
     color: token => { if (!token.own) return null; const p = token.logprob; return p > -.01 ? "l0" : p > -.1 ? "l1" : p > -.5 ? "l2" : p > -2 ? "l3" : "l4"; } },
   difference: { name: "trainer − engine", legend: [["the same number", "d0"], ["below 1e-4", "d1"], ["below 1e-2", "d2"], ["more, or none", "d3"]],
     color: token => { if (!token.own) return null; const d = Math.abs(token.difference); return d === 0 ? "d0" : d < 1e-4 ? "d1" : d < 1e-2 ? "d2" : "d3"; } },
   version: { name: "weight version", legend: [], color: (token, view) => token.version ? `v${view.versionAt(token.version) % 6}` : null },
-  mask: { name: "what is trained", legend: [["trained here", "d0"], ["sampled, masked", "d3"]], color: token => token.own ? token.mask ? "d0" : "d3" : null },
+  mask: { name: "training mask", legend: [["trained here", "d0"], ["sampled, masked", "d3"]], color: token => token.own ? token.mask ? "d0" : "d3" : null },
 };
 
 export const spread = runs => runs.flatMap(([value, times]) => Array(times).fill(value));
@@ -55,12 +55,12 @@ export class TokenView {
     }, { root: this.stream, rootMargin: "800px 0px" });
   }
 
-  /* Shows a source, or nothing; `at` is the token to choose, by default the first sampled one. */
+  /* Show a source, or nothing; `at` is the token to select, by default the first sampled one. */
   async open(source, at = null) {
     this.source = source; this.pages = new Map(); this.versions = []; this.seen.disconnect();
     this.blocks = [];
     this.stream.replaceChildren();
-    if (!source) { this.detail.replaceChildren(make("p", {}, "Nothing was kept here.")); return; }
+    if (!source) { this.detail.replaceChildren(make("p", {}, "No conversation was kept here.")); return; }
     const paints = source.paints || ["role", "logprob", "version", "mask"];
     this.select.replaceChildren(...paints.map(name => make("option", { value: name }, PAINTS[name].name)));
     if (!paints.includes(this.paint)) this.paint = "role";
@@ -70,7 +70,7 @@ export class TokenView {
     await this.choose(at ?? Math.max(0, await this.nextOwn(-1, 1)), at !== null);
   }
 
-  /* The same conversation has grown: what is shown stays, and the rest is added. */
+  /* Add the new tokens of a conversation that has grown. */
   extend(source) {
     const known = this.source.total;
     this.source = source;
@@ -112,7 +112,7 @@ export class TokenView {
     block.loading = true;
     const source = this.source, tokens = await this.tokens(block.start, block.end);
     block.loading = false;
-    // Who scrolls fast has left it behind by now.
+    // The user may have scrolled past it by now.
     if (!block.near || source !== this.source && !this.blocks.includes(block)) return;
     const body = make("div", { class: "toks" }, ...tokens.map((token, i) => this.node(token, block.start + i)));
     block.replaceChildren(make("span", { class: "who" }, block.label), body);

@@ -1,4 +1,4 @@
-/* A training run while it goes: the curves, lanes and conversations of its report. */
+/* A running training run: the curves, lanes and conversations of its report. */
 import { drawCharts, drawLanes, drawTable, equality } from "./charts.js";
 import { clock, make, show } from "./dom.js";
 import { tile } from "./fleet.js";
@@ -12,7 +12,7 @@ export class TrainingView {
 
   update() {
     const run = state.run;
-    if (!run) { if (state.at && this.size !== -1) { this.size = -1; this.empty("No run is attached", "Start the gateway with ", make("code", {}, "--run-dir DIR"), ", or say ", make("code", {}, "lockstep dashboard --run DIR"), " while it runs."); } return; }
+    if (!run) { if (state.at && this.size !== -1) { this.size = -1; this.empty("No run is attached", "Start the gateway with ", make("code", {}, "--run-dir DIR"), ", or run ", make("code", {}, "lockstep dashboard --run DIR"), " while it runs."); } return; }
     const mark = `${run.name} ${run.size}`;
     if (mark === this.size || this.loading) return;
     this.size = mark; this.loading = true;
@@ -23,7 +23,7 @@ export class TrainingView {
 
   async load() {
     const { about, curves } = await read("run");
-    if (!curves) { this.empty(state.run.name, "The run has not ended its first step yet."); return; }
+    if (!curves) { this.empty(state.run.name, "The run has not finished its first step yet."); return; }
     if (!this.frame) this.build();
     const last = curves.steps.length - 1, of = name => curves.series[name]?.[last];
     this.title.textContent = `${about.env ?? state.run.name} on ${String(about.model ?? "an unnamed model").split("/").pop()}`;

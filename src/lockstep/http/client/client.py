@@ -396,13 +396,14 @@ class HttpClient:
 
     def _too_large(self, path: str) -> ContractError:
         return ContractError(
-            f"{self.base_url}{path} sent more than {self._response_bytes} bytes: it was given up"
+            f"{self.base_url}{path} sent more than {self._response_bytes} bytes, the limit of a "
+            f"response"
         )
 
     def _broken(self, path: str, error: Exception) -> Unavailable:
         unavailable = Unavailable(
             f"{self.base_url}{path} broke off in the middle of its response ({error}); it is not "
-            "retried, as the engine had begun"
+            f"retried, because the engine had started"
         )
         unavailable.lost = True
         return unavailable
@@ -414,6 +415,7 @@ def _port_of(parts: SplitResult, url: str) -> int | None:
         return parts.port
     except ValueError:
         raise BadRequest(
-            f"the port of {url[:200]!r} is none: expected http://HOST:PORT with a port up to 65535",
+            f"the port of {url[:200]!r} is invalid: expected http://HOST:PORT with a port up to "
+            f"65535",
             param="url",
         ) from None

@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
         """Close the connection at once, so that a server that still works on the request
         notices.
         """
-        self._fail("it was closed here")
+        self._fail("the client closed the connection")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -101,15 +101,15 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.ended:
-            self._fail("the server sent something without a request")
+            self._fail("the server sent data without a request")
             return
         self.began = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._fail("the server wants another protocol")
+            self._fail("the server switched to another protocol")
         except httptools.HttpParserError as error:
-            self._fail(f"no HTTP: {error}")
+            self._fail(f"not HTTP: {error}")
         if not self.status:
             self._head += len(data)
             if self._head > HEAD_LIMIT:

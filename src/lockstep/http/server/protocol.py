@@ -202,7 +202,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._feed_without_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
-            self._refuse(400, f"this is no HTTP request: {error}", "bad_request")
+            self._refuse(400, f"this is not an HTTP request: {error}", "bad_request")
             return
         # The parser does not report unfinished headers and chunk extensions. Their size is that of
         # the bytes fed during one part of one request, less what it reported.
@@ -408,7 +408,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._watched_since, self._progress = now, progress
             elif kind == "body":
                 pace = f"{limits.progress_bytes} bytes in {limits.progress_seconds:g} s"
-                self._refuse(408, f"the body came slower than {pace}", "body_timeout")
+                self._refuse(408, f"the body arrived slower than {pace}", "body_timeout")
             else:
                 self.cut()
 
