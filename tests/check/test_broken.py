@@ -187,7 +187,7 @@ CLIENT_FAULTS = {
     ),
     "one temperature on all": (
         Fault(response=lambda body: body | {"temperature": 1.0}),
-        "clients.temperature", "told as [1.0, 1.0]",
+        "clients.temperature", "recorded as [1.0, 1.0]",
     ),
     "a start requests experts": (Fault(request=with_experts), "clients.experts", "400"),
 }  # fmt: skip

@@ -61,7 +61,7 @@ async def messages(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("messages_stream", "a streamed message has all its events, and says the same", "L1")
+@GROUP.row("messages_stream", "a streamed message has all its events and the same content", "L1")
 async def messages_stream(target: Target) -> str:
     whole = there(await target.post(MESSAGES, messages_body(target, QUESTION)), MESSAGES)
     streamed = await target.post(MESSAGES, messages_body(target, QUESTION, stream=True))
@@ -75,7 +75,7 @@ async def messages_stream(target: Target) -> str:
     return f"{len(events)} events, {len(text)} characters, as in the whole message"
 
 
-@GROUP.row("responses_stream", "a streamed response has all its events, and says the same", "L1")
+@GROUP.row("responses_stream", "a streamed response has all its events and the same content", "L1")
 async def responses_stream(target: Target) -> str:
     whole = there(await target.post(RESPONSES, responses_body(target, QUESTION)), RESPONSES)
     streamed = await target.post(RESPONSES, responses_body(target, QUESTION, stream=True))
@@ -91,7 +91,7 @@ async def responses_stream(target: Target) -> str:
     return f"{len(events)} events, {len(text)} characters, as in the whole response"
 
 
-@GROUP.row("previous", "a response goes on from the one before by its id alone", "L2")
+@GROUP.row("previous", "a response continues the previous one by its id alone", "L2")
 async def previous(target: Target) -> str:
     first = there(await target.post(RESPONSES, responses_body(target, QUESTION)), RESPONSES)
     linked = responses_body(target, MORE, previous_response_id=first.fields.get("id"))
@@ -120,7 +120,7 @@ async def one_session(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("unknown", "a field that nobody knows is refused in both dialects", "L0")
+@GROUP.row("unknown", "an unknown field is rejected in both dialects", "L0")
 async def unknown(target: Target) -> str:
     statuses = []
     for route, body in (

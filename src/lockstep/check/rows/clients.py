@@ -43,7 +43,7 @@ async def stop(target: Target) -> str:
     return f"{evidence}, with the tokens of the string"
 
 
-@GROUP.row("structured", "a grammar holds what is sampled to its form", "F67")
+@GROUP.row("structured", "a grammar constrains the sampled tokens", "F67")
 async def structured(target: Target) -> str:
     renderer = renderer_of(target)
     choices = ["alpha", "beta"]
@@ -58,7 +58,7 @@ async def structured(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("penalties", "penalties change what is sampled", "L0")
+@GROUP.row("penalties", "penalties change the sampled tokens", "L0")
 async def penalties(target: Target) -> str:
     token = target.prompt()[0]
     # The bias is so strong that only a repetition penalty can bring in another token.
@@ -73,7 +73,7 @@ async def penalties(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("overlong", "an overlong prompt is told in words that clients match", "F52")
+@GROUP.row("overlong", "an overlong prompt is an error with the wording that clients match", "F52")
 async def overlong(target: Target) -> str:
     length = target.card.max_model_len
     if length is None:
@@ -89,11 +89,13 @@ async def overlong(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("temperature", "turns at two temperatures are told apart, also in one session", "F53")
+@GROUP.row(
+    "temperature", "turns at two temperatures are recorded apart, also in one session", "F53"
+)
 async def temperature(target: Target) -> str:
     pair = [await target.one(target.prompt(), temperature=value) for value in (1.0, 0.5)]
     temperatures = [turn.temperature for turn in pair]
-    require(temperatures == [1.0, 0.5], f"sampled at 1.0 and 0.5, told as {temperatures}")
+    require(temperatures == [1.0, 0.5], f"sampled at 1.0 and 0.5, recorded as {temperatures}")
     samples = await _session_samples(target)
     if samples is None:
         return f"completions say {temperatures}; sessions cannot be read here (--admin)"
@@ -124,7 +126,7 @@ async def _session_samples(target: Target) -> list[dict[str, Any]] | None:
     return samples if isinstance(samples, list) else []
 
 
-@GROUP.row("tools", "a malformed tool call stays in the content, and is told", "F54")
+@GROUP.row("tools", "a malformed tool call stays in the content, and is reported", "F54")
 async def tools(target: Target) -> str:
     renderer = renderer_of(target)
     opening = renderer.encode("<tool_call>")
@@ -142,11 +144,11 @@ async def tools(target: Target) -> str:
     evidence = f"content {message.get('content')!r}, tool_parse_error {problem!r}"
     require(not message.get("tool_calls"), f"{evidence}; and it is a call")
     require(message.get("content") == "<tool_call>" * 3, f"{evidence}; it is not what was sampled")
-    require(bool(problem), f"{evidence}; nobody is told")
+    require(bool(problem), f"{evidence}; no error is reported")
     return evidence
 
 
-@GROUP.row("experts", "a start of routed experts alone requests none", "L0 F38")
+@GROUP.row("experts", "a start of routed experts alone does not request them", "L0 F38")
 async def experts(target: Target) -> str:
     if target.dialect.route != "/inference/v1/generate":
         raise NotApplicable("this dialect has no such field")

@@ -79,7 +79,7 @@ async def _settled(running: InFlight) -> int:
     return count
 
 
-@GROUP.row("wait", "pause wait: what is in flight runs to its end", "L6", seconds=180)
+@GROUP.row("wait", "pause wait: requests in flight run to their end", "L6", seconds=180)
 async def wait(target: Target) -> str:
     request = target.request(target.prompt(seed=23), max_tokens=target.long)
     async with in_flight(target, request) as running:
@@ -95,7 +95,12 @@ async def wait(target: Target) -> str:
     return f"{evidence}, before pause returned"
 
 
-@GROUP.row("abort", "pause abort: in flight ends as abort, with its tokens", "L6 F12", seconds=180)
+@GROUP.row(
+    "abort",
+    "pause abort: requests in flight end with abort and their tokens",
+    "L6 F12",
+    seconds=180,
+)
 async def abort(target: Target) -> str:
     for length in target.lengths:
         request = target.request(target.prompt(seed=24), max_tokens=length)
@@ -121,7 +126,7 @@ async def abort(target: Target) -> str:
     return f"{evidence}, the first of the whole answer"
 
 
-@GROUP.row("queue", "while paused, new requests wait and are answered later", "L6", seconds=120)
+@GROUP.row("queue", "while paused, new requests wait and are served later", "L6", seconds=120)
 async def queue(target: Target) -> str:
     modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
     for mode in modes:

@@ -11,7 +11,7 @@ from lockstep.check.target import Target
 GROUP = RowGroup("crowd")
 
 
-@GROUP.row("scores", "prompts scored at once score as they do alone", "L1 F46")
+@GROUP.row("scores", "prompts scored in one batch get the scores they get alone", "L1 F46")
 async def scores(target: Target) -> str:
     prompts = [target.prompt(length, seed=length) for length in (9, 24, 40, 77, 130, 200)]
     alone = await target.scores(prompts)

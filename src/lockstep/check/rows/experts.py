@@ -41,7 +41,7 @@ async def rows(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("start", "routed experts start where they were asked for", "F38")
+@GROUP.row("start", "routed experts start at the requested row", "F38")
 async def start(target: Target) -> str:
     whole, part = await routed(target, 0), await routed(target, 10)
     if whole.experts is None or part.experts is None:

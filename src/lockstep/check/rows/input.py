@@ -31,34 +31,34 @@ def _sampled(target: Target, reply: RawReply) -> str:
     return f" with ids {target.dialect.ids(reply.fields)[:1]}"
 
 
-@GROUP.row("empty", "an empty prompt is refused", "F18")
+@GROUP.row("empty", "an empty prompt is rejected", "F18")
 async def empty(target: Target) -> str:
     return await refuses(target, "no ids", [])
 
 
-@GROUP.row("negative", "a negative id is refused", "F18")
+@GROUP.row("negative", "a negative id is rejected", "F18")
 async def negative(target: Target) -> str:
     return await refuses(target, "id -1", [*target.prompt(4), -1])
 
 
-@GROUP.row("vocabulary", "an id outside the vocabulary is refused", "F18")
+@GROUP.row("vocabulary", "an id outside the vocabulary is rejected", "F18")
 async def vocabulary(target: Target) -> str:
     return await refuses(target, f"id {BEYOND}", [*target.prompt(4), BEYOND])
 
 
-@GROUP.row("float", "an id that is no integer is refused", "F18")
+@GROUP.row("float", "an id that is not an integer is rejected", "F18")
 async def fraction(target: Target) -> str:
     evidence = await refuses(target, "id 12.5", [*target.prompt(4), 12.5])
     whole = await target.send_ids([*target.prompt(4), 12.0])
     return f"{evidence}; 12.0 {'too' if whole.refused else 'is read as 12'}"
 
 
-@GROUP.row("unknown", "a field that nobody knows is refused", "L0")
+@GROUP.row("unknown", "an unknown field is rejected", "L0")
 async def unknown(target: Target) -> str:
     return await refuses(target, "a misspelt field", target.prompt(), temprature=0.5)
 
 
-@GROUP.row("overlong", "a prompt that leaves no room for a token is refused", "F17")
+@GROUP.row("overlong", "a prompt that leaves no room for a token is rejected", "F17")
 async def overlong(target: Target) -> str:
     length = target.card.max_model_len
     if length is None:
@@ -67,7 +67,7 @@ async def overlong(target: Target) -> str:
     return await refuses(target, f"{length} ids where {length} fit", ids)
 
 
-@GROUP.row("model", "a request for an unknown model is refused", "F31")
+@GROUP.row("model", "a request for an unknown model is rejected", "F31")
 async def model(target: Target) -> str:
     reply = await target.send_ids(target.prompt(), model="no-such-model-is-served")
     require(reply.status == 404, f"an unknown model: expected 404, answered {reply.describe()}")

@@ -32,7 +32,9 @@ async def prompt(target: Target) -> str:
     )
 
 
-@GROUP.row("again", "scoring sampled tokens gives the logprobs they came with", "L1 F44 F46")
+@GROUP.row(
+    "again", "scoring sampled tokens gives the logprobs they were sampled with", "L1 F44 F46"
+)
 async def again(target: Target) -> str:
     ids = target.prompt(seed=4)
     completion = await target.one(ids, temperature=1.0, seed=5, max_tokens=32)
@@ -54,7 +56,7 @@ async def seed(target: Target) -> str:
     return f"{evidence}; seed 10 gives others"
 
 
-@GROUP.row("batch", "a request's answer does not depend on its neighbours", "L1")
+@GROUP.row("batch", "a response does not depend on other requests of its batch", "L1")
 async def batch(target: Target) -> str:
     how = {"temperature": 1.0, "seed": 12, "max_tokens": 24}
     alone = await target.one(target.prompt(seed=7), **how)
@@ -78,7 +80,7 @@ async def salt(target: Target) -> str:
     return f"{len(ids)} ids, two salts; {evidence[-1]}"
 
 
-@GROUP.row("mode", "raw or processed: the logprobs' mode is known", "F16")
+@GROUP.row("mode", "the mode of the logprobs is known: raw or processed", "F16")
 async def mode(target: Target) -> str:
     ids = target.prompt(seed=13)
     warm, hot = [

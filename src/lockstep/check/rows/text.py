@@ -80,7 +80,7 @@ async def chat(target: Target) -> str:
     return f"{len(CHAT)} messages: the prompt has the same {len(ours)} ids"
 
 
-@GROUP.row("detokenize", "an unknown id is refused, not read as nothing", "F39")
+@GROUP.row("detokenize", "an unknown id is rejected, not decoded to nothing", "F39")
 async def detokenize(target: Target) -> str:
     body = {"model": target.card.id, "tokens": [999_999_999]}
     reply = there(await target.post("/detokenize", body), "/detokenize")

@@ -74,7 +74,7 @@ async def aligned(target: Target) -> str:
     )
 
 
-@GROUP.row("finish", "every answer says why it ended", "L6 F13")
+@GROUP.row("finish", "every response has a finish reason", "L6 F13")
 async def finish(target: Target) -> str:
     completion = await target.one(target.prompt(), max_tokens=5)
     evidence = (
@@ -84,7 +84,7 @@ async def finish(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("stop", "stop ids end the answer and are in it", "L1 L6")
+@GROUP.row("stop", "stop ids end the response and are in it", "L1 L6")
 async def stop(target: Target) -> str:
     # Not with ignore_eos: on one server it also disables stop ids.
     free = await target.one(target.prompt(), max_tokens=16, ignore_eos=False)
@@ -163,7 +163,7 @@ async def _abort(target: Target, length: int) -> _Abort:
     return _Abort(completion, seen, running.share_after(answered), evidence)
 
 
-@GROUP.row("choices", "n choices are distinct and each is whole", "F11")
+@GROUP.row("choices", "n choices are distinct and complete", "F11")
 async def choices(target: Target) -> str:
     ids, evidence = target.prompt(), ""
     if target.dialect.splits_choices:
@@ -189,7 +189,7 @@ async def choices(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("stream", "a streamed answer equals the whole one", "L1 F44")
+@GROUP.row("stream", "a streamed response equals the whole one", "L1 F44")
 async def stream(target: Target) -> str:
     evidence = []
     requests = {

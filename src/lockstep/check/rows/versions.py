@@ -17,7 +17,7 @@ def spans(completion: Completion) -> str:
     return ", ".join(f"{span.version!r} [{span.start}, {span.end})" for span in completion.versions)
 
 
-@GROUP.row("every", "every token says which weights it was sampled with", "L3")
+@GROUP.row("every", "every token has the version of the weights it was sampled with", "L3")
 async def every(target: Target) -> str:
     whole = await target.one(target.prompt(), max_tokens=12)
     async with in_flight(target, target.request(target.prompt(), max_tokens=12)) as running:
@@ -40,7 +40,7 @@ async def every(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("demand", "a request may demand a version, and is held to it", "L3 F43")
+@GROUP.row("demand", "a request may require a version, and gets it or an error", "L3 F43")
 async def demand(target: Target) -> str:
     ids = target.prompt()
     reply = await target.send_ids(ids, weight_version="no-such-version")

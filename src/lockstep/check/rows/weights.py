@@ -78,7 +78,7 @@ async def applied(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("stale", "nothing cached under the old weights is used", "F27", seconds=300)
+@GROUP.row("stale", "no cache of the old weights is used", "F27", seconds=300)
 async def stale(target: Target) -> str:
     ids = target.prompt(PREFIX, seed=31)
     old = [await target.one(ids) for _ in range(2)][-1]
@@ -98,7 +98,12 @@ async def stale(target: Target) -> str:
     return f"{evidence} with it and under a new salt; scored anew: {describe(off)}"
 
 
-@GROUP.row("inflight", "a generation that meets an update says where", "L3 F43", seconds=300)
+@GROUP.row(
+    "inflight",
+    "a generation during an update has the position of the change",
+    "L3 F43",
+    seconds=300,
+)
 async def inflight(target: Target) -> str:
     await target.one(target.prompt(seed=32))
     admin, version = target.admin, f"check-{uuid4().hex[:8]}"
@@ -122,7 +127,7 @@ async def inflight(target: Target) -> str:
     return evidence
 
 
-@GROUP.row("rollback", "an update can be undone", "L4 F24", seconds=300)
+@GROUP.row("rollback", "an update can be rolled back", "L4 F24", seconds=300)
 async def rollback(target: Target) -> str:
     chosen = sequences(target, None)
     before = await target.scores(chosen)
