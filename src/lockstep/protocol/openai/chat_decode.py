@@ -1,7 +1,7 @@
-"""Which chat requests are taken: strict decoding, and refusals that name the field.
+"""Strict decoding of chat requests, with errors that name the field.
 
-A field that cannot be honoured is accepted at its neutral value and refused otherwise, so that
-stock clients work and nothing is quietly ignored.
+A field that cannot be honoured is accepted at its neutral value and rejected otherwise, so that
+stock clients work and no field is ignored silently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
 
 PLACES = 2**31
-"""Ids are only checked to be ids here; which of them exist is the engine's to say."""
+"""Upper bound of token ids here; the engine checks them against its vocabulary."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **sampling_fields.NEUTRAL,
@@ -57,7 +57,7 @@ MESSAGE_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "reasoning": ((str,), "text"),
     "reasoning_content": ((str,), "text"),
 }
-"""Types of the keys of a message; templates may know more keys than these."""
+"""Types of the keys of a message; templates may use further keys."""
 ROLES = ("user", "assistant", "tool", "system")
 NEUTRAL_STREAM: dict[str, tuple[object, ...]] = {
     "continuous_usage_stats": (False,),
@@ -67,7 +67,7 @@ DECODER = msgspec.json.Decoder(ChatRequest)
 
 
 def decode_chat(body: bytes) -> ChatRequest:
-    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    """Return the request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request = decode(DECODER, body)
     if request.functions is not None or request.function_call is not None:
         read_functions(request)
@@ -76,7 +76,8 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def check_chat(request: ChatRequest) -> ChatRequest:
-    """The request, whose messages were checked, or made of another dialect's.
+    """Check a request whose messages were checked, or translated from another dialect, and return
+    it.
 
     Raises BadRequest or UnsupportedField.
     """
@@ -95,7 +96,7 @@ def check_chat(request: ChatRequest) -> ChatRequest:
 
 
 def _check_places(request: ChatRequest, nvext: NvExt) -> None:
-    """A value may come in vLLM's place or in Dynamo's; in both only if they say the same."""
+    """Raise BadRequest for a value that vLLM's field and Dynamo's field set differently."""
     salt, hints = nvext.cache_salt, nvext.agent_hints
     if request.cache_salt is not None and salt is not None and salt != request.cache_salt:
         raise BadRequest(
@@ -144,10 +145,11 @@ def _check_lengths_and_logprobs(request: ChatRequest) -> None:
 
 
 def _read_messages(messages: list[dict[str, Any]]) -> None:
-    """Puts messages of an older time into the shape of today. Raises BadRequest for one that holds
-    what no message does."""
+    """Convert messages in older forms to the current one. Raises BadRequest for a message with
+    invalid content.
+    """
     for at, message in enumerate(messages):
-        # All of a long history comes with every turn: most messages are looked at no closer.
+        # Every turn sends the whole history, so most messages get only this cheap check.
         if message.get("role") not in ROLES or "function_call" in message:
             messages[at] = message = read_message(message)
         for key, value in message.items():

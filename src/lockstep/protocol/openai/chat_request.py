@@ -1,6 +1,6 @@
 """OpenAI's chat dialect, POST /v1/chat/completions: requests, with the extras of vLLM and others.
 
-All fields of OpenAI, vLLM, Dynamo and NeMo are known here; chat_decode says which are refused.
+The struct has all fields of OpenAI, vLLM, Dynamo and NeMo; chat_decode rejects some of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ RECORDED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention",
 )  # fmt: skip
-"""Fields that are kept with the turn of a session and change nothing."""
+"""Fields that are stored with the turn of a session and have no effect."""
 WITHOUT_EFFECT = ("skip_special_tokens", "spaces_between_special_tokens")
-"""Fields that shape what chat never shows."""
+"""Fields about text that chat responses never contain."""
 
 
 class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """How to stream. `include_obfuscation` is OpenAI's padding against eavesdroppers."""
+    """Options of a stream. `include_obfuscation` is OpenAI's padding against eavesdroppers."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -31,9 +31,10 @@ class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """The request body: OpenAI's fields, vLLM's, NeMo's, ours; last, those refused unless neutral.
+    """The request body: fields of OpenAI, vLLM, NeMo and Lockstep; last, those rejected unless
+    neutral.
 
-    Those of `RECORDED` have no effect on the response: a session keeps them with the turn.
+    The fields in `RECORDED` have no effect on the response: a session stores them with the turn.
     """
 
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
@@ -163,7 +164,8 @@ class ChatRequest(SamplingFields, kw_only=True):
         return None
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """The options as a value; `stop_token_ids` end a turn of this model, unless ignore_eos.
+        """Return the sampling options; `stop_token_ids` end a turn of this model, unless
+        ignore_eos.
 
         Raises BadRequest that names the field.
         """

@@ -1,7 +1,7 @@
 """OpenAI's chat dialect, POST /v1/chat/completions: responses, whole and streamed.
 
-Ids and logprobs are those of the engine, all of them, whatever was parsed out of the text. Each
-logprob entry also carries its `token_id`; a token's string is lossless, and its bytes are exact.
+Ids and logprobs are all those of the engine, whatever was parsed out of the text. Each logprob
+entry also has its `token_id`; a token's string is lossless, and its bytes are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, VersionSp
 
 ID_PREFIX = "chatcmpl-"
 MOST_NAMES = 1 << 16
-"""Tokens whose spelling is kept, per way to spell them."""
+"""Tokens whose spelling is cached, per way to spell them."""
 
 
 class TokenText(Protocol):
@@ -37,7 +37,7 @@ class TokenText(Protocol):
 
 
 class TokenTexts(Protocol):
-    """How token ids are written as text."""
+    """Conversion of token ids to text."""
 
     def piece(self, token_id: int) -> TokenText: ...
     def __hash__(self) -> int: ...
@@ -59,7 +59,7 @@ class ChatLogprob(msgspec.Struct, gc=False):
 
 
 NONE: list[ChatTopLogprob] = []
-"""Shared: it is only ever written out."""
+"""Shared empty list, which is only encoded and never changed."""
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -68,7 +68,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The assistant's message, or what a chunk adds to it."""
+    """The assistant's message, or the part of it that a chunk adds."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -114,7 +114,7 @@ class ChatCompletionBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResponseShape:
-    """Fields that a response must show, as requested."""
+    """Fields that a response must have, as requested."""
 
     id: str
     model: str
@@ -135,7 +135,7 @@ class ChatResponseShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """One finished choice: what the engine sampled, and the message it was read as.
+    """One finished choice: the engine's completion, and the message parsed from it.
 
     `tool_parse_error` says what is wrong with a tool call that stayed text.
     """
@@ -152,7 +152,7 @@ def entries(
     logprobs: Sequence[float],
     tops: Sequence[tuple[Ranked, ...]] | None = None,
 ) -> ChatLogprobs:
-    """The logprob entries of some tokens, with alternatives where the request wants them."""
+    """Return the logprob entries of some tokens, with alternatives where the request wants them."""
     named = _names(shape.spelling, shape.tokens_as_ids)
     if not shape.top or tops is None:
         content = [
@@ -170,7 +170,9 @@ def entries(
 
 
 def message_of(shape: ChatResponseShape, reply: ChatReply) -> AssistantMessage:
-    """The whole message. Its content is null beside tool calls when there is nothing else."""
+    """Return the whole message. Its content is null beside tool calls when there is nothing
+    else.
+    """
     parsed, completion = reply.message, reply.completion
     reasoning = parsed.get("reasoning_content") if shape.reasoning else None
     calls = parsed.get("tool_calls")
@@ -189,7 +191,7 @@ def message_of(shape: ChatResponseShape, reply: ChatReply) -> AssistantMessage:
 def put_calls(
     shape: ChatResponseShape, message: AssistantMessage, calls: list[Mapping[str, Any]]
 ) -> None:
-    """Puts tool calls on a message, in the older shape where the request has that."""
+    """Add tool calls to a message, in the legacy form if the request uses it."""
     if shape.functions:
         message.function_call = function_call_of(calls)
     else:
@@ -203,7 +205,7 @@ def chat_response(
     worker: str | None,
     timing: Timing | None,
 ) -> bytes:
-    """The whole response for the choices of one request, in order of their index."""
+    """Return the whole response for the choices of one request, in order of their index."""
     first = choices[0].completion
     body = ChatCompletionBody(
         id=shape.id,
@@ -255,7 +257,7 @@ def extension(
 
 
 def ending(shape: ChatResponseShape, choice: ChatChoice, reply: ChatReply) -> None:
-    """Puts on a choice what is known when it has ended."""
+    """Add to a choice the fields that are known once it has ended."""
     completion = reply.completion
     choice.finish_reason = reply.finish
     if shape.functions and reply.finish == "tool_calls":
@@ -275,12 +277,14 @@ def ending(shape: ChatResponseShape, choice: ChatChoice, reply: ChatReply) -> No
 def prompt_entries(
     shape: ChatResponseShape, prompt: list[PromptLogprob | None] | None
 ) -> PromptField | None:
-    """The prompt's logprobs with the text of every token."""
+    """Return the prompt's logprobs with the text of every token."""
     return encode_prompt_logprobs(prompt, lambda token: shape.spelling.piece(token).text)
 
 
 def fingerprint(completion: Completion) -> str | None:
-    """Names the weights that made the response; null when there is no token to name them by."""
+    """Return the version of the weights that made the response; null for a response without
+    tokens.
+    """
     return f"lockstep-{completion.versions[-1].version}" if completion.versions else None
 
 
@@ -311,7 +315,7 @@ def _with_ids(
 
 
 class _Names(dict[int, tuple[str, int, msgspec.Raw]]):
-    """A token's string, its id and its bytes, by id; each is made once."""
+    """Cache of token strings, ids and bytes, by id."""
 
     def __init__(self, spelling: TokenTexts, as_id: bool) -> None:
         self._spelling, self._as_id = spelling, as_id

@@ -23,7 +23,7 @@ ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
 PLACES = 2**31
-"""Ids are only checked to be ids here; which of them exist is the engine's to say."""
+"""Upper bound of token ids here; the engine checks them against its vocabulary."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **sampling_fields.NEUTRAL,
@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """The request body: OpenAI's fields, vLLM's, ours; last, those refused unless neutral.
+    """The request body: fields of OpenAI, vLLM and Lockstep; last, those rejected unless neutral.
 
     `prompt` is a text, its token ids, or a list of either. `max_tokens` 0 scores the prompt and
     needs `echo`; null leaves the length to the model.
@@ -86,7 +86,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def scores(self) -> bool:
-        """Whether only the prompt is scored: nothing that was sampled is returned."""
+        """Whether only the prompt is scored: no sampled token is returned."""
         return self.max_tokens == 0
 
     @property
@@ -105,8 +105,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return (self.routed_experts_prompt_start or 0) if self.return_routed_experts else None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or ids. Raises BadRequest or BadTokenId that names the first
-        one that does not fit."""
+        """Return the prompts, each a text or ids. Raises BadRequest or BadTokenId that names the
+        first invalid one.
+        """
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -133,19 +134,21 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return list(prompt)  # type: ignore[arg-type]
 
     def sampling(self) -> Sampling:
-        """The options as a value. Raises BadRequest that names the field."""
+        """Return the sampling options. Raises BadRequest that names the field."""
         return read_sampling(
             self,
             n=self.choices,
             logprobs=self.logprobs or 0,
             prompt_logprobs=self.prompt_tops,
-            # No engine samples nothing; the one token of a scoring request is not handed on.
+            # Engines sample at least one token; that of a scoring request is not returned.
             max_tokens=1 if self.scores else self.max_tokens,
         )
 
 
 class LegacyLogprobs(msgspec.Struct):
-    """One entry per token; the first token of a prompt has no logprob: nothing precedes it."""
+    """Logprobs with one entry per token. The first token of a prompt has none: nothing precedes
+    it.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -154,7 +157,7 @@ class LegacyLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One choice, or what a chunk of a stream adds to it. The last block is Lockstep's own.
+    """One choice, or the part of it that a chunk adds. The last block is Lockstep's own.
 
     `weight_versions` cover the sampled tokens; `scored_version` is that of a prompt only scored.
     """
@@ -194,7 +197,7 @@ DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    """Return the request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request = decode(DECODER, body)
     refuse_unless_neutral(request, NEUTRAL)
     if request.best_of not in (None, request.choices):

@@ -1,4 +1,4 @@
-"""OpenAI's older way to call functions: read as tools, and written back in its own shape."""
+"""OpenAI's legacy function calls, converted to tools in requests and back in responses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lockstep.tokens.errors import BadRequest
 
 
 def read_functions(request: ChatRequest) -> None:
-    """Puts `functions` and `function_call` into the places of today.
+    """Convert `functions` and `function_call` to `tools` and `tool_choice`.
 
-    One call at most can be written back, so that more are not sampled. Raises BadRequest that
+    At most one call is sampled, because a legacy response holds only one. Raises BadRequest that
     names the field.
     """
     for field, newer in (("functions", "tools"), ("function_call", "tool_choice")):
@@ -36,9 +36,9 @@ def read_functions(request: ChatRequest) -> None:
 
 
 def read_message(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as it is written today; most are as they were.
+    """Return the message in its current form; most messages are unchanged.
 
-    Calls had no ids then: none is made up, as a session would take it for another call's.
+    Legacy calls have no ids, and none is invented: a session could match it with another call.
     """
     if message.get("role") == "function":
         return {**message, "role": "tool"}
@@ -49,6 +49,6 @@ def read_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def function_call_of(calls: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The first of these tool calls in the older shape, which has room for one."""
+    """Return the first of these tool calls in the legacy form, which holds only one."""
     function = calls[0]["function"]
     return {"name": function["name"], "arguments": function["arguments"]}

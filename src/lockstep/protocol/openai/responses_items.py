@@ -1,4 +1,4 @@
-"""Items of OpenAI's responses dialect: what a conversation is made of, read strictly."""
+"""Items of a conversation in OpenAI's responses dialect, decoded strictly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field=
 
 
 class MessageItem(_Item, tag="message"):
-    """A message; `phase` is a mark that Codex keeps on what the assistant said."""
+    """A message; `phase` is a mark that Codex keeps on messages of the assistant."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[dict[str, Any]]
@@ -64,7 +64,7 @@ class CustomOutputItem(_Item, tag="custom_tool_call_output"):
 
 
 class AdditionalToolsItem(_Item, tag="additional_tools"):
-    """Tools that stand in the input instead of the field for them; Codex does it."""
+    """Tools in the input instead of the field `tools`, as Codex sends them."""
 
     tools: list[dict[str, Any]]
     role: str | None = None
@@ -107,7 +107,7 @@ TEXT_KEYS = {
     "refusal": "refusal",
     "encrypted_content": "encrypted_content",
 }
-"""Types of parts that are text, and where each holds it."""
+"""Content parts that are text, with the key of their text."""
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -125,8 +125,9 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_items(items: Iterable[dict[str, Any]], where: str = "input") -> list[ResponseItem]:
-    """The items, of which one without a type is a message. Raises BadRequest that names the place,
-    UnsupportedField for a type that cannot be had here."""
+    """Return the items; an item without a type is a message. Raises BadRequest that names the
+    position, UnsupportedField for a type that is not supported.
+    """
     typed = [item if "type" in item else {**item, "type": "message"} for item in items]
     for at, item in enumerate(typed):
         if item["type"] not in KINDS:
@@ -135,19 +136,21 @@ def read_items(items: Iterable[dict[str, Any]], where: str = "input") -> list[Re
                 f"{place} is {item['type']!r}: this server takes {', '.join(KINDS)}", param=place
             )
     try:
-        # All at once: for each by itself msgspec would look at the types anew.
+        # Convert the whole list at once: msgspec would inspect the types again for every item.
         return msgspec.convert(typed, list[ResponseItem])
     except msgspec.ValidationError:
         return [convert(item, ResponseItem, f"{where}[{at}]") for at, item in enumerate(typed)]
 
 
 def read_tools(tools: Iterable[dict[str, Any]], where: str = "tools") -> list[ResponseTool]:
-    """The tools. Raises BadRequest that names the place."""
+    """Return the tools. Raises BadRequest that names the position."""
     return [convert(tool, ResponseTool, f"{where}[{at}]") for at, tool in enumerate(tools)]
 
 
 def convert(value: dict[str, Any], kind: Any, where: str) -> Any:
-    """The value as `kind`. Raises BadRequest (or UnknownField) that names what is wrong."""
+    """Return the value as `kind`. Raises BadRequest (or UnknownField) that names the invalid
+    part.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -158,7 +161,7 @@ def convert(value: dict[str, Any], kind: Any, where: str) -> Any:
 
 
 def text_of(content: str | list[dict[str, Any]], at: int, field: str, joint: str = "\n") -> str:
-    """The text of a content, string or parts, in that field of input[at].
+    """Return the text of a content, string or parts, in that field of input[at].
 
     Raises UnsupportedField for any other part.
     """

@@ -1,7 +1,7 @@
 """OpenAI's responses dialect, POST /v1/responses: requests and their strict decoding.
 
-Fields that change nothing here are accepted by name (`ACCEPTED`) and listed in the response's
-header; anything else that is not known is refused.
+Fields without effect here are accepted by name (`ACCEPTED`) and listed in a response header; any
+other unknown field is rejected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACCEPTED: Mapping[str, str] = {
     "truncation": "openai 3.49.0 (nothing is ever left out of a prompt)",
     "user": "openai 3.49.0",
 }
-"""Fields that are accepted and change nothing, with the clients that send them."""
+"""Fields that are accepted without effect, with the clients that send them."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "background": (False,),
     "conversation": (),
@@ -39,7 +39,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "moderation": (),
 }
-"""Fields that are taken at these values only."""
+"""Fields that are accepted at these values only."""
 INCLUDES = ("reasoning.encrypted_content",)
 
 
@@ -92,7 +92,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     moderation: Any = None
 
     def accepted(self) -> list[str]:
-        """The fields of this request that are accepted and change nothing."""
+        """Return the fields of this request that are accepted without effect."""
         names = []
         for name in ACCEPTED:
             owner, _, field = name.rpartition(".")
@@ -106,7 +106,7 @@ DECODER = msgspec.json.Decoder(ResponsesRequest)
 
 
 def decode_responses(body: bytes) -> ResponsesRequest:
-    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    """Return the request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request = decode(DECODER, body)
     refuse_unless_neutral(request, NEUTRAL)
     if request.max_output_tokens is not None and request.max_output_tokens < 1:

@@ -14,7 +14,7 @@ Fields = dict[str, Any]
 
 
 class ResponsesUsage(msgspec.Struct, kw_only=True):
-    """Tokens of a response; the objects with details are always there, as SDKs read them."""
+    """Tokens of a response; the detail objects are always present, because SDKs read them."""
 
     input_tokens: int
     output_tokens: int
@@ -62,7 +62,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):
-    """The receipt of a response that was forgotten."""
+    """Confirmation that a response was deleted."""
 
     id: str
     object: str = "response"
@@ -70,13 +70,13 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 def reasoning_item(item_id: str, text: str, sealed: str) -> Fields:
-    """A reasoning item; its summary is the thinking itself."""
+    """Return a reasoning item; its summary is the thinking itself."""
     summary = [{"type": "summary_text", "text": text}] if text else []
     return {"id": item_id, "type": "reasoning", "summary": summary, "encrypted_content": sealed}
 
 
 def message_item(item_id: str, text: str | None) -> Fields:
-    """An output message; without text one that is being written."""
+    """Return an output message; without text, one in progress."""
     return {
         "id": item_id,
         "type": "message",
@@ -91,12 +91,12 @@ def text_part(text: str) -> Fields:
 
 
 def event(name: str, number: int, /, **fields: Any) -> bytes:
-    """One named event; its data repeats the name as `type`."""
+    """Return one named event; its data repeats the name as `type`."""
     data = msgspec.json.encode({"type": name, "sequence_number": number, **fields})
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
 def failure_of(error: LockstepError) -> Fields:
-    """The error of a response that failed, by the codes that clients look for."""
+    """Return the error of a failed response, with a code that clients know."""
     codes = {"busy": "rate_limit_exceeded", "prompt_too_long": CODES["prompt_too_long"]}
     return {"code": codes.get(error.code, "server_error"), "message": error.message}
