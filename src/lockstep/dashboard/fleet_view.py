@@ -21,8 +21,9 @@ STORE_SECONDS = 1.0
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """A worker now. `rate` is in sampled tokens a second; `behind` counts its requests in flight
-    by how many versions were accepted since they began."""
+    """A worker. `rate` is in sampled tokens per second; `behind` counts its requests in flight by
+    the number of versions accepted since they began.
+    """
 
     id: str
     backend: str
@@ -41,7 +42,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class WorkerPhases(msgspec.Struct, frozen=True):
-    """How one worker fared in an operation: seconds by phase."""
+    """The result of one worker in an operation, with seconds by phase."""
 
     status: str
     seconds: dict[str, float]
@@ -50,7 +51,7 @@ class WorkerPhases(msgspec.Struct, frozen=True):
 
 
 class OperationRow(msgspec.Struct, frozen=True):
-    """A change of the fleet, running or not. `phases` are the longest of any worker."""
+    """An operation on the fleet, running or ended. `phases` are the longest of any worker."""
 
     id: str
     kind: str
@@ -67,7 +68,7 @@ class OperationRow(msgspec.Struct, frozen=True):
 
 
 class FleetTotals(msgspec.Struct, frozen=True):
-    """The fleet as one. `role` is that of this gateway among those that share the fleet."""
+    """Totals of the fleet. `role` is the role of this gateway among those that share the fleet."""
 
     model: str | None
     version: str | None
@@ -84,7 +85,7 @@ class FleetTotals(msgspec.Struct, frozen=True):
 
 
 class SlowRequest(msgspec.Struct, frozen=True):
-    """A request that is under way for long."""
+    """A request that has been running for long."""
 
     worker: str
     session: str | None

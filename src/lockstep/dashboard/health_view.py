@@ -23,7 +23,7 @@ Buckets = dict[float, float]
 
 
 class RouteRow(msgspec.Struct, frozen=True):
-    """Requests of one route in the last seconds; latencies are read from histogram buckets."""
+    """Requests of one route in the last seconds; latencies are estimated from histogram buckets."""
 
     route: str
     rate: float
@@ -34,7 +34,7 @@ class RouteRow(msgspec.Struct, frozen=True):
 
 
 class GatewayHealth(msgspec.Struct, frozen=True):
-    """How the gateway itself is."""
+    """Health of the gateway process."""
 
     rate: float
     errors: float

@@ -23,7 +23,7 @@ SERIES = (
 
 
 class RunMark(msgspec.Struct, frozen=True):
-    """What changes when a run directory has something new."""
+    """State of a run directory that changes when the run has written something."""
 
     name: str
     size: int
