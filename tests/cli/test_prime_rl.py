@@ -75,5 +75,5 @@ def test_what_is_printed_drives_data_and_control_plane_with_one_key(
 def test_a_token_file_and_the_allowed_directories_are_named() -> None:
     gateway = RunningGateway("http://h:1", "http://h:2", "m", 1, "/run/a token", None)
     assert prime_rl_key(gateway, keys=False) == "export VLLM_API_KEY=\"$(cat '/run/a token')\""
-    assert "lie in /data" in prime_rl_toml(gateway, ("/data",))
+    assert "be in /data" in prime_rl_toml(gateway, ("/data",))
     assert "--checkpoint-root" in prime_rl_toml(gateway, ())

@@ -27,7 +27,7 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "environ", "says"),
     [
         (("nowhere",), {}, "expected a bundled name or a directory"),
-        (("tiny", "--host", "0.0.0.0"), {}, "would serve everybody"),
+        (("tiny", "--host", "0.0.0.0"), {}, "would serve every client"),
         (("tiny",), {"LOCKSTEP_API_KEYS": "sk-123456789"}, "no key that begins with tml-"),
         (("tiny",), {"LOCKSTEP_API_KEYS": "sk-123456789"}, "keys add TENANT --prefix tml-"),
         (("tiny", "--store", "postgresql://db/x"), {}, "gateways without a trainer"),

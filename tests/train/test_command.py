@@ -81,7 +81,7 @@ def test_ctrl_c_prints_how_to_resume_and_the_run_resumes(stack: Stack, tmp_path:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors.startswith("Stopped; `lockstep train run.toml --resume` goes on"), errors
+    assert errors.startswith("Stopped; `lockstep train run.toml --resume` continues"), errors
     steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     change = ("--change", "learner.lr=2e-4")
     resumed = command(stack, tmp_path, "--resume", *change, steps=steps + 1)
@@ -116,4 +116,4 @@ def test_a_full_disk_is_a_one_line_error_that_can_be_retried(stack: Stack, tmp_p
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75
     assert errors.startswith("error (disk): No space left on device"), errors
-    assert "--resume` goes on" in errors
+    assert "--resume` continues" in errors
