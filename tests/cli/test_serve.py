@@ -95,7 +95,7 @@ def test_serve_says_ready_in_one_line_serves_and_drains() -> None:
         }
         assert ready["event"] == "ready"
         workers = ready["workers"]
-        assert [set(one) for one in workers] == [{"id", "url", "system_url", "pid"}] * 2
+        assert [set(one) for one in workers] == [{"id", "url", "system_url", "pid", "gpus"}] * 2
         assert len({one["url"] for one in workers} | {one["system_url"] for one in workers}) == 4
         assert all(alive(one["pid"]) for one in workers)
         assert len(generate(ready["url"])["choices"][0]["token_ids"]) == 4
