@@ -50,7 +50,7 @@ class GrammarServer:
         self._control: socket.socket | None = None
         self._server: subprocess.Popen[bytes] | None = None
 
-    def compile(self, source: wire.Source) -> GrammarProcess:
+    def compile(self, source: wire.GrammarSource) -> GrammarProcess:
         """Return a process that holds the compiled grammar.
 
         Raises BadRequest for an invalid grammar, GrammarLimit for one that exceeds a limit.
@@ -162,7 +162,7 @@ class GrammarProcess:
         self._deleted: deque[int] = deque()
         self.error = ""
 
-    def compile(self, source: wire.Source) -> None:
+    def compile(self, source: wire.GrammarSource) -> None:
         """Compile the grammar. Raises BadRequest or GrammarLimit."""
         try:
             wire.write_message(self._conn, msgspec.msgpack.encode(source))

@@ -57,7 +57,7 @@ class Setup(msgspec.Struct):
     limits: Limits
 
 
-class Source(msgspec.Struct):
+class GrammarSource(msgspec.Struct):
     """A grammar as the compiler reads it: its kind is json, regex or lark."""
 
     kind: str
@@ -193,7 +193,7 @@ def _serve(conn: socket.socket, tokenizer: Any, budget: _CpuBudget) -> None:
     """Compile the grammar of the first message, then advance its matchers."""
     from llguidance import LLMatcher
 
-    source = msgspec.msgpack.decode(read_message(conn), type=Source)
+    source = msgspec.msgpack.decode(read_message(conn), type=GrammarSource)
     budget.begin_compile()
     try:
         compiled = LLMatcher(tokenizer, _grammar(source), log_level=0)
@@ -220,7 +220,7 @@ def _serve(conn: socket.socket, tokenizer: Any, budget: _CpuBudget) -> None:
         conn.sendall(state)
 
 
-def _grammar(source: Source) -> str:
+def _grammar(source: GrammarSource) -> str:
     from llguidance import LLMatcher
 
     match source.kind:

@@ -138,19 +138,21 @@ class Grammars:
             limits=self._server.limits,
         )
 
-    def _source(self, grammar: Grammar) -> wire.Source:
+    def _source(self, grammar: Grammar) -> wire.GrammarSource:
         """Return the grammar as the compiler reads it. Raises BadRequest for an invalid tag."""
         match grammar.kind:
             case "json":
-                return wire.Source("json", grammar.text)
+                return wire.GrammarSource("json", grammar.text)
             case "json_object":
-                return wire.Source("json", '{"type": "object"}')
+                return wire.GrammarSource("json", '{"type": "object"}')
             case "regex":
-                return wire.Source("regex", grammar.text)
+                return wire.GrammarSource("regex", grammar.text)
             case "choice":
                 options = " | ".join(json.dumps(option) for option in json.loads(grammar.text))
-                return wire.Source("lark", f"start: {options}")
+                return wire.GrammarSource("lark", f"start: {options}")
             case "grammar":
-                return wire.Source("lark", grammar.text)
+                return wire.GrammarSource("lark", grammar.text)
             case "structural_tag":
-                return wire.Source("lark", TagGrammar(self._vocabulary.added).lark(grammar.text))
+                return wire.GrammarSource(
+                    "lark", TagGrammar(self._vocabulary.added).lark(grammar.text)
+                )
