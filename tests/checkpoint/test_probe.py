@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 import tempfile
 from pathlib import Path
 
@@ -58,6 +60,9 @@ def test_its_file_is_safetensors_to_others(tmp_path: Path) -> None:
         (((1, 2),), ((-1.0,),), NAN),
         (((1, 2),), ((-1.0,),), INF),
         (((1, 2),), ((-1.0,),), -1.0),
+        (((1, 2),), ((-1.0,),), 1000.0),
+        (((1, 2),) * 5000, ((-1.0,),) * 5000, 0.0),
+        ((tuple(range(1, 300_001)),), ((-1.0,) * 299_999,), 0.0),
     ],
 )
 def test_a_probe_that_proves_nothing_is_refused(
@@ -66,6 +71,23 @@ def test_a_probe_that_proves_nothing_is_refused(
 ) -> None:  # fmt: skip
     with pytest.raises(CheckpointError, match="probe"):
         Probe(sequences, logprobs, tolerance)
+
+
+def test_the_size_of_a_probe_is_bounded_by_its_header(tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {"format": "lockstep-probe-1", "tolerance": "0.0"},
+        "lengths": {"dtype": "I64", "shape": [2_000_000], "data_offsets": [0, 16_000_000]},
+        "token_ids": {
+            "dtype": "I64", "shape": [4_000_000], "data_offsets": [16_000_000, 48_000_000]
+        },
+    }  # fmt: skip
+    text = json.dumps(header).encode()
+    path = tmp_path / "probe.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 48_000_000)
+    with pytest.raises(CheckpointError, match="2000000 sequences of 4000000 tokens"):
+        Probe.read(path)
 
 
 GOOD = {"format": "lockstep-probe-1", "tolerance": "0.0"}

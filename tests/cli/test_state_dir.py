@@ -131,6 +131,7 @@ def test_an_updated_fleet_resumes_its_own_model_and_no_other(cwd: Path, tmp_path
 
 def test_two_gateways_never_share_a_state_directory(cwd: Path, tmp_path: Path) -> None:
     where = tmp_path / "kept"
+    where.mkdir(mode=0o755)
     with lockstep(cwd, "serve", "tiny", "--json", *PORTS, "--state-dir", str(where)) as process:
         assert ready_of(process)["state_dir"] == str(where)
         assert where.stat().st_mode & 0o077 == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from lockstep.dashboard.logins import CODE_SECONDS, COOKIE_SECONDS, MOST_CODES, Logins
@@ -22,6 +24,11 @@ def test_a_cookie_is_good_until_it_ends() -> None:
     assert logins.is_valid(cookie)
     clock.now += COOKIE_SECONDS + 1
     assert not logins.is_valid(cookie)
+
+
+def test_the_date_does_not_move_the_end_of_a_cookie() -> None:
+    _, until, _ = Logins("token").begin(token="token").split(".")
+    assert 0 <= int(until) - COOKIE_SECONDS <= time.monotonic()
 
 
 def test_a_cookie_that_was_changed_is_none() -> None:

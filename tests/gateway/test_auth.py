@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from lockstep.gateway.auth import DataAuth, TenantKeys
+from lockstep.gateway.auth import FREE_GUESSES, AdminAuth, DataAuth, TenantKeys
 from lockstep.gateway.callers import ANYBODY, Caller, Scopes, caller_of
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.auth import FixedKeys, RequestAuth, key_digest, presented_key
@@ -46,6 +46,26 @@ async def found(keys: TenantKeys, key: str) -> Caller:
 
 async def nothing(*_: Any) -> None:
     return None
+
+
+async def test_wrong_admin_tokens_are_delayed_after_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        delays.append(seconds)
+
+    monkeypatch.setattr("lockstep.gateway.auth.asyncio.sleep", sleep)
+    auth = AdminAuth(nothing, "token")
+    for _ in range(FREE_GUESSES):
+        await auth(scope(b"Bearer wrong"), nothing, nothing)
+    assert delays == []
+    await auth(scope(b"Bearer token"), nothing, nothing)
+    assert delays == []
+    for _ in range(3):
+        await auth(scope(b"Bearer wrong"), nothing, nothing)
+    assert delays == [1.0] * 3
+    await auth(scope(b"Bearer token"), nothing, nothing)
+    assert len(delays) == 3
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])

@@ -88,6 +88,12 @@ async def test_an_ambiguous_label_is_rejected(
     assert [span["version"] for span in choice["weight_versions"]] == ["default"]
 
 
+async def test_the_size_of_a_probe_is_bounded(worker: WorkerProcess) -> None:
+    status, body = await worker.control("probe", token_ids=[[1, 2]] * 5000)
+    assert (status, body["error"]["param"]) == (400, "token_ids")
+    assert "at most 4096 sequences" in body["error"]["message"]
+
+
 @pytest.mark.failure_mode("F50")
 async def test_the_name_of_a_directory_is_checked_as_a_label(
     worker: WorkerProcess, checkpoint: Checkpoint

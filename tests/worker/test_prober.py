@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.engine import Engine, EngineOptions
-from lockstep.tokens.errors import BadTokenId, Conflict, EngineFailure, PromptTooLong
+from lockstep.tokens.errors import BadTokenId, Conflict, EngineFailure, PromptTooLong, Unavailable
 from lockstep.worker.prober import Prober
 
 SEQUENCES = [[11, 29, 3, 77, 5, 140, 9], list(range(1, 100)), *([at, at + 1] for at in range(20))]
@@ -36,6 +40,33 @@ async def test_a_probe_does_not_block_the_engine_unless_it_is_paused(
     await engine.pause("keep")
     with pytest.raises(Conflict, match="other things"):
         await Prober(engine).score_all(SEQUENCES)
+
+
+async def test_a_probe_that_nobody_waits_for_stops(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prober = Prober(engine)
+    started, ended = threading.Event(), threading.Event()
+
+    def score(*arguments: Any) -> list[list[float]]:
+        is_abandoned = arguments[-1]
+        started.set()
+        while not is_abandoned():
+            time.sleep(0.005)
+        ended.set()
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prober, "_score", score)
+        probe = asyncio.create_task(prober.score_all(SEQUENCES))
+        assert await asyncio.to_thread(started.wait, 60)
+        probe.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await probe
+        assert await asyncio.to_thread(ended.wait, 60)
+    passes = iter([False, False, True])
+    with pytest.raises(Unavailable, match="not needed any more"):
+        prober._score(prober.weights(False), [[1, 2]] * 500, None, lambda: next(passes))
 
 
 @pytest.mark.parametrize("length", [2, 63, 64, 65, 255, 256])

@@ -26,6 +26,13 @@ THOROUGH = LENGTHS + (128,) * 12
 """Lengths for workers that are not bit-exact: about 2,000 tokens, for reliable statistics."""
 MEASURED = "measured"
 """Tolerance in a file whose workers are judged by measured noise."""
+MOST_SEQUENCES = 4096
+MOST_TOKENS = 1 << 18
+"""Limits of a probe. Those of trainers have tens of sequences and hundreds to thousands of tokens;
+every worker scores all of it before it serves new weights.
+"""
+LARGEST_TOLERANCE = 1.0
+"""Maximum tolerance in nats. With more, other weights than the trainer's would pass."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 SEED = 0
 Scores = Sequence[Sequence[float]]
@@ -59,6 +66,7 @@ class Probe:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
+        check_size(len(self.sequences), sum(map(len, self.sequences)))
         if not self.sequences or min(map(len, self.sequences)) < 2:
             raise CheckpointError(
                 f"a probe of sequences with {[len(s) for s in self.sequences]} tokens proves "
@@ -79,8 +87,10 @@ class Probe:
                         "model it was made from computes no probabilities there"
                     )
         tolerance = 0.0 if self.tolerance is None else self.tolerance
-        if not (math.isfinite(tolerance) and tolerance >= 0.0):
-            raise CheckpointError(f"the probe has tolerance {tolerance}: expected 0 or more")
+        if not 0.0 <= tolerance <= LARGEST_TOLERANCE:
+            raise CheckpointError(
+                f"the probe has tolerance {tolerance}: expected 0 to {LARGEST_TOLERANCE:g}"
+            )
         if self.previous is not None:
             counts = [len(row) for row in self.previous]
             if counts != [len(row) for row in self.logprobs]:
@@ -103,6 +113,9 @@ class Probe:
             raise CheckpointError(
                 f"{path} has format {file.metadata.get('format')!r}, expected {FORMAT!r}"
             )
+        # By the header, before an array is read.
+        sizes = {entry.name: math.prod(entry.shape) for entry in file.entries}
+        check_size(sizes.get("lengths", 0), sizes.get("token_ids", 0))
         ids, lengths = _vector(file, "token_ids", "i"), _vector(file, "lengths", "i")
         logprobs = _vector(file, "logprobs", "f")
         if lengths.size == 0 or int(lengths.min()) < 2 or int(lengths.max()) > ids.size:
@@ -150,6 +163,15 @@ class Probe:
             before = [p for row in self.previous for p in row]
             arrays["previous_logprobs"] = np.array(before, dtype="<f8")
         safetensors_file.write(path, arrays, metadata)
+
+
+def check_size(sequences: int, tokens: int) -> None:
+    """Raise CheckpointError for a probe that would occupy workers for too long."""
+    if sequences > MOST_SEQUENCES or tokens > MOST_TOKENS:
+        raise CheckpointError(
+            f"the probe has {sequences} sequences of {tokens} tokens together: expected at most "
+            f"{MOST_SEQUENCES} sequences and {MOST_TOKENS} tokens"
+        )
 
 
 def compare(expected: Scores, scores: Scores, tolerance: float) -> Verdict:

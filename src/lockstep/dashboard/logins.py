@@ -17,11 +17,12 @@ MOST_CODES = 64
 class Logins:
     """Cookies and codes of one process, which end with it.
 
-    A cookie names a login and its expiry, and is signed. A code is valid for one login shortly
-    after it was made: unlike the token it may be part of an address that others can read later.
+    A cookie names a login and its expiry on the monotonic clock, which no change of the date moves,
+    and is signed. A code is valid for one login shortly after it was made: unlike the token it may
+    be part of an address that others can read later.
     """
 
-    def __init__(self, token: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, token: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._token = token.encode()
         self._clock = clock
         self._key = secrets.token_bytes(32)

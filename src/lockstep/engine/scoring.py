@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.weights.weights import Weights
-from lockstep.tokens.errors import BadLogprob
+from lockstep.tokens.errors import BadLogprob, Unavailable
 
 LOGIT_ROWS = 256
 """Rows whose logits are in memory at once: 160 MB with a vocabulary of 150,000."""
@@ -37,14 +37,18 @@ def score_sequences(
     adapter: Adapter | None,
     free: range,
     budget: int,
+    is_abandoned: Callable[[], bool] = lambda: False,
 ) -> list[list[float]]:
     """Return the logprob of every token after the first of each sequence.
 
     Uses the `free` slots, the last of which is the scratch slot, and at most `budget` tokens per
-    forward pass. Raises BadLogprob when the weights give NaN or infinity.
+    forward pass. Raises BadLogprob when the weights give NaN or infinity, and Unavailable before
+    the next pass once `is_abandoned` returns True.
     """
     results: list[list[float]] = [[] for _ in sequences]
     for pieces in _batches(sequences, free, budget):
+        if is_abandoned():
+            raise Unavailable("the scores are not needed any more")
         segments = [
             Segment.whole(
                 piece.slot, piece.start, sequences[piece.at][piece.start : piece.end], adapter

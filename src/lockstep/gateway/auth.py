@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic
@@ -25,6 +27,9 @@ from lockstep.tokens.errors import Forbidden, LockstepError, Unauthorized
 
 log = logging.getLogger(__name__)
 SESSION_KEY = PREFIX.encode()
+FREE_GUESSES, GUESS_SECONDS, GUESS_DELAY_SECONDS = 20, 60.0, 1.0
+"""After 20 wrong admin tokens within 60 s, each further one is answered after 1 s. Requests with
+the right token never wait."""
 RELOAD_SECONDS = 1.0
 """Seconds between two looks at the key file: a change takes effect within them."""
 
@@ -39,6 +44,7 @@ class AdminAuth:
         self._app = app
         self._token = token
         self._dashboard = dashboard
+        self._wrong: deque[float] = deque(maxlen=FREE_GUESSES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -49,9 +55,18 @@ class AdminAuth:
             try:
                 require_bearer(Request(scope), self._token)
             except Unauthorized as error:
+                await self._delay_guess()
                 await json_response(error_fields(error), error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    async def _delay_guess(self) -> None:
+        """Wait before a wrong token is answered, once there were many of them in a minute."""
+        now = monotonic()
+        is_many = len(self._wrong) == FREE_GUESSES and now - self._wrong[0] < GUESS_SECONDS
+        self._wrong.append(now)
+        if is_many:
+            await asyncio.sleep(GUESS_DELAY_SECONDS)
 
 
 class TenantKeys:

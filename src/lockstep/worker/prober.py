@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,8 +67,15 @@ class Prober:
         if core.scores_beside and core.state == "running" and sequences:
             core.check_scorable(sequences)
             loaded = None if adapter is None else core.served.adapter(adapter)
-            async with self._turn:
-                scores = await asyncio.to_thread(self._score, weights, sequences, loaded)
+            abandoned = threading.Event()
+            try:
+                async with self._turn:
+                    scores = await asyncio.to_thread(
+                        self._score, weights, sequences, loaded, abandoned.is_set
+                    )
+            finally:
+                # A cancelled call leaves its thread behind, which then ends after its pass.
+                abandoned.set()
         else:
             scores = await engine.score_all(sequences, adapter=adapter, staged=staged)
         if self.weights(staged) is not weights:
@@ -109,7 +118,11 @@ class Prober:
         return weights
 
     def _score(
-        self, weights: Weights, sequences: list[list[int]], adapter: Adapter | None
+        self,
+        weights: Weights,
+        sequences: list[list[int]],
+        adapter: Adapter | None,
+        is_abandoned: Callable[[], bool],
     ) -> list[list[float]]:
         core, options = self._engine.core, self._engine.options
         # The setting is per thread, and this runs in a pool thread.
@@ -130,4 +143,5 @@ class Prober:
                 adapter=adapter,
                 free=range(cache.slots + 1),
                 budget=options.max_batch_tokens,
+                is_abandoned=is_abandoned,
             )

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lockstep.checkpoint.probe import check_size
 from lockstep.checkpoint.sources import resolve
 from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD, check_names
 from lockstep.engine import Engine
@@ -23,12 +24,12 @@ from lockstep.engine.weights.shared_memory import read_shared
 from lockstep.engine.weights.weights import Weights
 from lockstep.http.auth import RequestAuth
 from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, require_bearer
-from lockstep.http.http_request import read_json
+from lockstep.http.http_request import read_json, unless_gone
 from lockstep.protocol.control import worker as control
 from lockstep.protocol.control.generations import Generations
 from lockstep.protocol.control.worker import TensorSpec
 from lockstep.protocol.json.strict import decode
-from lockstep.tokens.errors import BadRequest, Conflict, NotFound
+from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict, NotFound
 from lockstep.tokens.versions import check_label
 from lockstep.worker.data import engine_request_id
 from lockstep.worker.prober import Prober
@@ -120,7 +121,11 @@ class SystemPlane:
             )
         decoder, run = self.methods[name]
         body = await read_json(http, BODY_LIMIT)
-        return json_response({"status": "ok", **await run(decode(decoder, body or b"{}"))})
+        work = run(decode(decoder, body or b"{}"))
+        # A proof that its gateway gave up must not delay the next one. Other calls run to their
+        # end: a worker must not be left with half of a change.
+        fields = await (unless_gone(http, work) if name == "probe" else work)
+        return json_response({"status": "ok", **fields})
 
     # Generation
 
@@ -280,6 +285,10 @@ class SystemPlane:
 
     async def probe(self, body: control.ProbeRequest) -> Fields:
         """Return the logprobs of the sequences, and their distance from the expected ones."""
+        try:
+            check_size(len(body.token_ids), sum(map(len, body.token_ids)))
+        except CheckpointError as error:
+            raise BadRequest(error.message, param="token_ids") from None
         if body.logprobs is not None:
             got = [len(row) for row in body.logprobs]
             expected = [len(ids) - 1 for ids in body.token_ids]

@@ -40,6 +40,13 @@ async def control(
             yield fleet, client
 
 
+@pytest.mark.parametrize("url", ["", "  "])
+async def test_a_worker_without_a_url_is_the_callers_mistake(tmp_path: Path, url: str) -> None:
+    async with control(tmp_path) as (_, client):
+        response = await client.post("workers", json={"url": url})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "url")
+
+
 @pytest.mark.parametrize("kind", [None, "application/json", "application/octet-stream"])
 async def test_a_post_without_a_body_needs_no_type(tmp_path: Path, kind: str | None) -> None:
     headers = {"content-length": "0"} | ({"content-type": kind} if kind else {})

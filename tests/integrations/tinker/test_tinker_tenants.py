@@ -80,6 +80,17 @@ def test_runs_of_a_tenant_are_invisible_to_others(tenants: TinkerTenants, tmp_pa
     assert len(list(tmp_path.rglob("sessions"))) == 4
 
 
+def test_files_of_a_tenant_are_closed_to_other_users(
+    tenants: TinkerTenants, tmp_path: Path
+) -> None:
+    for tenant in ("default", "alice"):
+        saved(by(tenants, tenant))
+        assert by(tenants, tenant).store.root.stat().st_mode & 0o077 == 0
+    records = [path for path in tmp_path.rglob("*.json") if path.parent.name != "adapter"]
+    assert records
+    assert all(path.stat().st_mode & 0o077 == 0 for path in records)
+
+
 async def test_names_of_other_models_are_not_samplers(tenants: TinkerTenants) -> None:
     assert await tenants.served_as("gpt-4", "default") is None
     for name in ("tinker://run/sampler_weights/name", "session:sample:1"):

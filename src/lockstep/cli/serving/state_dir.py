@@ -23,6 +23,7 @@ from lockstep.settings import Settings, state_home
 from lockstep.storage import Store, open_store
 from lockstep.storage.desired_state import Desired
 from lockstep.storage.file_lock import FileLock
+from lockstep.storage.private_directory import close_to_others
 from lockstep.storage.protocols import ControlStore
 from lockstep.storage.sqlite import MEMORY
 from lockstep.storage.sqlite.backend import SESSION_FILE, STATE_FILE, sqlite_url
@@ -91,6 +92,8 @@ def _make_directory(arguments: GatewayArguments, model: ModelIdentity) -> Path:
     try:
         for place in (state_home(), directory) if arguments.state_dir is None else (directory,):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A directory that existed may be open to others: conversations are stored in it.
+        close_to_others(directory)
     except OSError as error:
         raise BadRequest(
             f"the state directory {directory} cannot be created ({error.strerror}): give another "

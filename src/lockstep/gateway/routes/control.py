@@ -206,6 +206,8 @@ class ControlRoutes:
 
     async def add_worker(self, http: Request) -> Response:
         body = await self._body(http, wire.AddWorker)
+        if not body.url.strip():
+            raise BadRequest(f"url is {body.url!r}: expected the URL of a worker", param="url")
         admin = await open_admin(
             body.admin_url or body.url, token=body.admin_token, backend=body.backend
         )

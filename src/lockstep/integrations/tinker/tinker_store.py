@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
+from lockstep.storage.private_directory import close_to_others
 from lockstep.tokens.errors import BadRequest, Conflict, Gone, NotFound
 
 Kind = Literal["weights", "sampler_weights"]
@@ -87,6 +88,8 @@ class TinkerStore:
         self.root = root
         for name in ("sessions", "runs", "samplers", EPHEMERAL):
             (root / name).mkdir(parents=True, exist_ok=True)
+        # Other users of the machine reach no file below it, whatever the umask.
+        close_to_others(root)
 
     # Sessions, runs, samplers
 
@@ -256,6 +259,7 @@ def file_name(name: str) -> str:
 def _write(path: Path, record: msgspec.Struct) -> None:
     partial = path.with_name(f".{path.name}.tmp")
     partial.write_bytes(msgspec.json.encode(record))
+    partial.chmod(0o600)
     partial.replace(path)
 
 
