@@ -26,24 +26,25 @@ GATEWAY = (
     "--budget", "commit=4", "--budget", "prove=6", "--budget", "resume=3", "--budget",
     "straggler=1.5", "--budget", "stage_straggler=1.5",
 )  # fmt: skip
-FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
-"""Debian's libfaketime: without it no clock can be made to jump."""
+CLOCK = Path(__file__).parent / "clock"
+"""Directory of the module that makes the wall clock of a gateway jump."""
+DECADE_HOURS = 10 * 365 * 24
 START_SECONDS = 120.0
+ADAPTER = "lora"
+"""Name of the adapter that every fleet serves."""
 
 
 class Gateway:
-    """A `lockstep gateway` process. Its clock is what the file `clock` says, where it can be."""
+    """A `lockstep gateway` process. Its wall clock is `hours` ahead, until `jump` sets it."""
 
-    def __init__(self, workers: list[str], state: Path, ports: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self, workers: list[str], state: Path, ports: tuple[int, int] = (0, 0), hours: int = 0
+    ) -> None:
         self.state, self.clock = state, state.with_suffix(".clock")
-        self.clock.write_text("+0\n")
+        self.jump(hours)
         environ = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
         environ |= {"LOCKSTEP_ADMIN_TOKEN": TOKEN, "XDG_STATE_HOME": str(state.parent / "xdg")}
-        if FAKETIME is not None:
-            environ |= {
-                "LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(self.clock),
-                "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            }  # fmt: skip
+        environ |= {"PYTHONPATH": str(CLOCK), "FAKE_CLOCK_FILE": str(self.clock)}
         command = [sys.executable, "-m", "lockstep", "gateway", "--json", "--state-dir", str(state),
                    "--port", str(ports[0]), "--admin-port", str(ports[1]), *GATEWAY]  # fmt: skip
         for worker in workers:
@@ -90,20 +91,21 @@ class Gateway:
             )
 
     def jump(self, hours: int) -> None:
-        self.clock.write_text(f"{hours:+d}h\n")
+        self.clock.write_text(str(hours))
 
 
 class Cluster:
     """`count` workers and a gateway; all are whole again after `heal`."""
 
-    def __init__(self, count: int, directory: Path) -> None:
-        self.count, self.directory = count, directory
+    def __init__(self, count: int, directory: Path, adapter: Path) -> None:
+        self.count, self.directory, self.adapter = count, directory, adapter
         self.workers: list[WorkerProcess] = []
         self.injectors: list[Injector] = []
         self.stopped: set[int] = set()
         self.spoiled: list[tuple[Path, bytes]] = []
         self.others: list[Gateway] = []
         self.restarts = 0
+        self.seconds = 0
         self._helpers: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Cluster:
@@ -112,6 +114,8 @@ class Cluster:
         for worker in self.workers:
             self.injectors.append(await Injector(worker).__aenter__())
         self.gateway = await asyncio.to_thread(self._start, self.directory / "state", (0, 0))
+        async with self.fleet() as fleet:
+            await fleet.load_adapter(ADAPTER, self.adapter)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -168,7 +172,10 @@ class Cluster:
     async def _second(self, checkpoint: Path, version: str) -> None:
         state = self.directory / f"other-{len(self.others)}"
         urls = [f"{each.url},{each.system_url}" for each in self.injectors]
-        gateway = Gateway(urls, state)
+        # Every other one runs with its clock ten years ahead: its generation is higher than any
+        # that the first gateway would take by itself.
+        self.seconds += 1
+        gateway = Gateway(urls, state, hours=DECADE_HOURS * (self.seconds % 2))
         self.others.append(gateway)
         with suppress(Exception):  # it may find nobody, or be killed; either is part of the trial
             await asyncio.to_thread(gateway.ready)

@@ -24,6 +24,11 @@ def test_a_false_label_a_mixture_and_a_lost_turn_are_noticed(tmp_path: Path) -> 
     assert "token 4" in (reference.wrong(answer(under["b"], whole)) or "")
     assert "token 6" in (reference.wrong(answer(mixed, whole)) or "")
     assert "never given" in (reference.wrong(answer(mixed, VersionSpan("c", 4, 8))) or "")
+    adapted = [0.0, *reference.score(ids, "a", "lora")]
+    label = f"a+lora@{reference.adapter_label}"
+    assert reference.wrong(answer(adapted, VersionSpan(label, 4, 8))) is None
+    assert "token 4" in (reference.wrong(answer(under["a"], VersionSpan(label, 4, 8))) or "")
+    assert "never given" in (reference.wrong(answer(adapted, VersionSpan(label + "x", 4, 8))) or "")
     scores = [reference.score(list(ids), "b") for ids in SEQUENCES]
     assert reference.held(scores) == "b"
     assert reference.held([[value - 0.01 for value in row] for row in scores]) is None

@@ -18,8 +18,11 @@ from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.models import bundled
 from lockstep.tokens import VersionSpan
+from lockstep.tokens.versions import VersionLabel
 from tests.engine import checkpoints
+from tests.faults.cluster import ADAPTER
 from tests.processes import GENERATE
+from tests.worker.adapters import write_adapter
 
 FIRST, LABELS = "default", ("a", "b")
 NEAR = 1e-4
@@ -42,13 +45,16 @@ class Reference:
         self._weights = {
             name: self._core.served.load_weights(path, name) for name, path in self.paths.items()
         }
+        self.adapter = write_adapter(directory / ADAPTER, scale=0.1)
+        self._core.served.add_adapter(self._core.served.load_adapter(ADAPTER, self.adapter))
+        self.adapter_label = self._core.served.adapter(ADAPTER).label
         for name in LABELS:
             rows = tuple(tuple(self.score(list(ids), name)) for ids in SEQUENCES)
             Probe(SEQUENCES, rows, NEAR).write(self.paths[name] / PROBE)
 
-    def score(self, token_ids: list[int], label: str) -> list[float]:
+    def score(self, token_ids: list[int], label: str, adapter: str | None = None) -> list[float]:
         """The logprob of each token after the first."""
-        return self._core.score(token_ids, weights=self._weights[label])
+        return self._core.score(token_ids, weights=self._weights[label], adapter=adapter)
 
     def held(self, scores: list[list[float]]) -> str | None:
         """The label of the only checkpoint that scores SEQUENCES like this."""
@@ -65,9 +71,11 @@ class Reference:
     def wrong(self, answer: Sampled) -> str | None:
         """Why the tokens of an answer are not those of the versions on its label, if so."""
         for span in answer.versions:
-            if span.version not in self._weights:
+            label = VersionLabel.parse(span.version)
+            adapter = (None, None) if label.adapter is None else (ADAPTER, self.adapter_label)
+            if label.weights not in self._weights or (label.adapter, label.contents) != adapter:
                 return f"version {span.version!r} was never given to the fleet"
-            scores = self.score(list(answer.token_ids), span.version)
+            scores = self.score(list(answer.token_ids), label.weights, label.adapter)
             for at in range(span.start, span.end):
                 if abs(scores[at - 1] - answer.logprobs[at]) > NEAR:
                     return (
@@ -102,6 +110,10 @@ class Traffic:
     url: str
     name: str
     clients: int = 3
+    adapted: int = 1
+    """How many of the clients ask for the adapter."""
+    blame_adapters: bool = True
+    """Whether a 4xx for the adapter is a violation: not where another gateway unloads it."""
     agents: int = 2
     answers: list[Completed] = field(default_factory=list)
     turns: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -133,13 +145,20 @@ class Traffic:
         rng = random.Random(f"{self.name} {number}")
         while not self._over.is_set():
             prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(4, 40))]
-            body = {
+            body: dict[str, Any] = {
                 "token_ids": prompt,
                 "sampling_params": {"max_tokens": 24, "temperature": 1.0, "logprobs": 0,
                                     "seed": rng.randrange(1 << 30)},
             }  # fmt: skip
+            if number < self.adapted:
+                body["model"] = ADAPTER
             read = await self._post(GENERATE, body, {})
             if read is not None:
+                if number < self.adapted and not all(
+                    VersionLabel.parse(span["version"]).adapter == ADAPTER
+                    for span in read["choices"][0]["weight_versions"]
+                ):
+                    self.blamed.append(f"{ADAPTER} was asked for, and the base answered")
                 self.answers.append(_completed(prompt, read["choices"][0]))
             await asyncio.sleep(0.05)
 
@@ -168,7 +187,8 @@ class Traffic:
                 read = await response.json()
                 if response.status == 200:
                     return dict(read)
-                if response.status < 429:  # the client is told that it is its own fault
+                blamable = self.blame_adapters or body.get("model") != ADAPTER
+                if response.status < 429 and blamable:  # a client is told that it is its own fault
                     self.blamed.append(f"{path} was refused: {response.status} {read}"[:300])
         except (aiohttp.ClientError, TimeoutError, ValueError):
             pass
