@@ -60,7 +60,7 @@ class FewSlots:
         await asyncio.sleep(0.05 if name in self.slow else random.random() / 500)
         self.changing.remove(name)
 
-    async def run(self, affinity: Any, call: Any) -> Any:
+    async def run(self, affinity: Any, call: Any, request: Any = None) -> Any:
         return await call(self)
 
     async def generate(self, request: Any) -> list[Completion]:
