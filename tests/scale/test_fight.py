@@ -136,6 +136,6 @@ async def test_two_gateways_with_one_store_share_a_dynamo_deployment(
                 assert answer["choices"][0]["weight_versions"][-1]["version"] == version
             if number == 0:
                 first.kill()
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while (await second.state())["role"] != "leader":
                         await asyncio.sleep(0.1)

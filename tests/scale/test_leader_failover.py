@@ -44,7 +44,7 @@ class Replicated:
 
     async def leader(self) -> ReplicaProcess:
         """The leader, once there is one."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (leader := await leader_of(self.gateways)) is None:
                 await asyncio.sleep(0.05)
         return leader
@@ -55,7 +55,7 @@ class Replicated:
 
     async def agreed(self) -> str:
         """The version on which all gateways and workers agree, the workers by their scores."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 states = [await each.state() for each in self.gateways if each.alive]
                 versions = {state["version"] for state in states}
@@ -106,7 +106,7 @@ async def replicated(
 
 async def _announced(replicas: Replicated) -> None:
     """Every gateway knows every other one."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             states = [await each.state() for each in replicas.gateways]
             if all(len(each["gateways"]) == len(states) and each["leader"] for each in states):
@@ -194,7 +194,7 @@ async def test_an_update_whose_leader_was_killed_is_finished_or_undone_and_no_re
             await asyncio.sleep(0.3)
             replicas.injectors[0].strike(method, when, hook=kill)
             update = asyncio.create_task(survivor.update(reference.paths["a"], "a"))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await killed.wait()
             status, body = await update
             assert status == 503, body
@@ -236,7 +236,7 @@ async def test_a_leader_that_was_asleep_cannot_write_or_command_when_it_wakes(
         replicas.injectors[0].strike("stage", "hook", hook=stop)
         update = asyncio.create_task(old.update(reference.paths["a"], "a"))
         await asleep.wait()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await new.state())["role"] != "leader":
                 await asyncio.sleep(0.05)
         status, body = await new.update(reference.paths["b"], "b")
@@ -244,7 +244,7 @@ async def test_a_leader_that_was_asleep_cannot_write_or_command_when_it_wakes(
         old.kill(signal.SIGCONT)
         status, body = await update
         assert status != 200, body
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await old.state())["role"] != "follower":
                 await asyncio.sleep(0.05)
         assert await replicas.agreed() == "b"
