@@ -34,8 +34,8 @@ def test_every_check_is_one_line_and_the_demo_can_run(tmp_path: Path) -> None:
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     lines = [line.split("  ")[1].strip() for line in process.stdout.splitlines()[:-1]]
-    assert lines == ["lockstep", "CPU", "GPUs", "torch", "threads", "exact", "bf16", "CUDA", "port 8000",
-                     "port 8001", "run directory", "state directory", "vLLM", "Dynamo",
+    assert lines == ["lockstep", "CPU", "GPUs", "torch", "threads", "exact", "bf16", "CUDA",
+                     "port 8000", "port 8001", "run directory", "state directory", "vLLM", "Dynamo",
                      "SGLang"]  # fmt: skip
     assert process.stdout.splitlines()[-1] == "lockstep demo can run here."
     assert list(tmp_path.iterdir()) == []
