@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from lockstep.backends.vllm.extension.read_back import LORA_WRAPPER, Comparison
+from lockstep.backends.vllm.extension.read_back import LORA_WRAPPER, Comparison, Unreadable
 from lockstep.protocol.control.read_back import ReadBack
 from lockstep.tokens.errors import AdapterError, UnsupportedField
 
@@ -74,8 +74,9 @@ def read_back_adapter(worker: Any, names: AdapterNames, name: str, path: Path) -
     adapters.activate_adapter(number)
     slot = adapters.lora_index_to_id.index(number)
     comparison = Comparison()
-    with torch.inference_mode():
-        _Slot(adapters, slot, comparison).compare(path)
+    tensors, config = _read(path)
+    with torch.inference_mode(), comparison.attempt(tensors):
+        _Slot(adapters, slot, comparison).compare(tensors, _scaling(config))
     return comparison.report(round(perf_counter() - started, 6))
 
 
@@ -92,8 +93,7 @@ class _Slot:
             str if mapper is None else mapper.get_rename_mapper().map_name
         )
 
-    def compare(self, path: Path) -> None:
-        tensors, scaling = _read(path)
+    def compare(self, tensors: Mapping[str, Any], scaling: float) -> None:
         expected: dict[tuple[str, int], dict[str, tuple[str, Any]]] = {}
         for name, tensor in tensors.items():
             side = next((side for end, side in SIDES.items() if name.endswith(end)), None)
@@ -158,17 +158,17 @@ class _Slot:
         return None
 
 
-def _read(path: Path) -> tuple[dict[str, Any], float]:
-    """Return the tensors of an adapter and the factor of its B matrices."""
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of an adapter and its configuration."""
     try:
-        config = json.loads((path / CONFIG).read_text())
-        tensors = load_file(path / TENSORS)
+        return load_file(path / TENSORS), json.loads((path / CONFIG).read_text())
     except (OSError, ValueError, SafetensorError) as error:
         raise AdapterError(f"{path} cannot be read: {error}", param="path") from None
+
+
+def _scaling(config: Mapping[str, Any]) -> float:
+    """Return the factor of the B matrices. Raises Unreadable where it differs between layers."""
     if config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise UnsupportedField(
-            f"{path} has rank_pattern or alpha_pattern, with which it cannot be read back",
-            param="path",
-        )
+        raise Unreadable("the adapter has a rank_pattern or alpha_pattern")
     rank, alpha = config["r"], config["lora_alpha"]
-    return tensors, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
