@@ -262,11 +262,11 @@ class Recorder:
         self.routes: list[Affinity] = []
         self.transport = self
 
-    async def run(self, route: Affinity, call: Any) -> Any:
+    async def run(self, route: Affinity, call: Any, _: Any = None) -> Any:
         self.routes.append(route)
         return await call(self)
 
-    async def stream(self, what: Any, call: Any = None) -> AsyncIterator[Any]:
+    async def stream(self, what: Any, call: Any = None, _: Any = None) -> AsyncIterator[Any]:
         if call is None:
             await self.generate(what)
         self.routes.append(what)
