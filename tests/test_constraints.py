@@ -41,3 +41,10 @@ def test_the_lowest_torch_that_the_extra_allows_has_a_make_target() -> None:
     command = ("make", "--dry-run", "test-lowest-torch")
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"torch=={lowest}\n" in printed
+
+
+def test_the_extra_of_workers_on_ray_has_what_a_worker_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [Requirement(each) for each in project["optional-dependencies"]["ray"]]
+    assert {"ray", project["name"]} == {each.name for each in extras}
+    assert {"engine"} == set().union(*(each.extras for each in extras))

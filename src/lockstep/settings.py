@@ -42,6 +42,7 @@ class Settings:
     LOCKSTEP_KEY_FILE        file of a gateway's keys and their tenants; see `lockstep keys`
     LOCKSTEP_STORE           PostgreSQL database of a gateway, like --store
     LOCKSTEP_WORKER_API_KEY  key that a gateway sends to its workers
+    LOCKSTEP_WORKER_ADMIN_TOKEN  admin token of its workers, if it is not the gateway's own
     LOCKSTEP_TLS_CA          PEM file of certificates that this process trusts as a client
     LOCKSTEP_TLS_CERT        certificate that it presents as a client, and
     LOCKSTEP_TLS_KEY         its key; for servers that require one
@@ -62,6 +63,7 @@ class Settings:
     key_file: Path | None = None
     store: str | None = None
     worker_api_key: str | None = None
+    worker_admin_token: str | None = None
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None

@@ -13,6 +13,7 @@ import typer
 from lockstep.backends.registry import EngineName, TransportName
 from lockstep.cli.derived_flags import ModelArgument, with_flags
 from lockstep.cli.serving.arguments import GatewayArguments
+from lockstep.cli.serving.dns_workers import DnsWorkers
 from lockstep.cli.serving.dynamo_workers import DynamoWorkers
 from lockstep.cli.serving.engine_choice import EngineChoice, worker_source
 from lockstep.cli.serving.run import GatewayProcess
@@ -90,6 +91,13 @@ def gateway(
             help="URL of a worker, or URL,ADMIN_URL to update its weights too; may be repeated."
         ),
     ] = None,
+    discover: Annotated[
+        str | None,
+        typer.Option(
+            help="URL, or URL,ADMIN_URL, with a host name that has the addresses of all workers, "
+            "such as a headless Kubernetes Service; it is looked up all the time."
+        ),
+    ] = None,
     dynamo: Annotated[
         str | None,
         typer.Option(help="URL of a Dynamo frontend; DYN_RL_PORT is where it lists its workers."),
@@ -120,15 +128,16 @@ def gateway(
         worker_options["transport"] = transport
     if logprobs_mode is not None:
         worker_options["logprob_mode"] = logprobs_mode
-    stored = (arguments.store or settings.store) is not None and not worker and not dynamo
-    named = bool(worker) + bool(dynamo) + workers_join
+    named = bool(worker) + bool(discover) + bool(dynamo) + workers_join
+    stored = (arguments.store or settings.store) is not None and named == 0
     if named > 1 or (named == 0 and not stored):
         raise BadRequest(
-            "give one of --worker URL, --dynamo URL and --workers-join, or --store for the workers "
-            "of the gateways that share it",
+            "give one of --worker URL, --discover URL, --dynamo URL and --workers-join, or --store "
+            "for the workers of the gateways that share it",
             param="worker",
         )
-    for url in [part for urls in worker or () for part in urls.split(",")] + [dynamo or "http://"]:
+    urls = [part for value in (*(worker or ()), discover or "") for part in value.split(",")]
+    for url in [url for url in (*urls, dynamo or "") if url]:
         if not url.startswith(("http://", "https://")):
             raise BadRequest(f"{url!r} is not a URL: expected http://HOST:PORT", param="worker")
     uncontrolled = [url for url in worker or () if "," not in url]
@@ -149,10 +158,19 @@ def gateway(
         source = JoiningWorkers(arguments.gateway.tokenizer)
     elif stored:
         source = StoredWorkers(wait_seconds)
+    elif discover:
+        source = DnsWorkers.parse(
+            discover,
+            worker_options=worker_options,
+            wait_seconds=wait_seconds,
+            admin_token=settings.worker_admin_token,
+        )
     elif dynamo:
         source = DynamoWorkers(dynamo, worker_options, wait_seconds)
     else:
-        source = RunningWorkers(tuple(worker or ()), worker_options, wait_seconds)
+        source = RunningWorkers(
+            tuple(worker or ()), worker_options, wait_seconds, settings.worker_admin_token
+        )
     _hide_torch()
     GatewayProcess(source, arguments, settings).run()
 

@@ -155,11 +155,13 @@ def control_app(
     hosts: Iterable[str] | None = None,
     metrics: GatewayMetrics | None = None,
     dashboard: ASGIApp | None = None,
+    worker_token: str | None = None,
 ) -> Starlette:
     """Build the control plane: the routes of the admin port, which all need the admin token.
 
     `metrics` are served here too: gateways that share a data port differ by their admin ports.
-    `dashboard` serves /dashboard, and authenticates its users by a cookie of its own.
+    `dashboard` serves /dashboard, and authenticates its users by a cookie of its own. With
+    `worker_token`, workers can read whether they serve.
     """
     return Starlette(
         routes=[
@@ -171,7 +173,7 @@ def control_app(
         ],
         middleware=[
             Middleware(RequestAuth, hosts=hosts),
-            Middleware(AdminAuth, token=token, dashboard=dashboard),
+            Middleware(AdminAuth, token=token, dashboard=dashboard, worker_token=worker_token),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
@@ -228,6 +230,7 @@ async def serve_gateway(
             hosts=admin_hosts,
             metrics=metrics,
             dashboard=None if dashboard is None else dashboard(context, metrics),
+            worker_token=options.worker_admin_token,
         )
         tls = options.tls
         attached = () if attachment is None else attachment.routes

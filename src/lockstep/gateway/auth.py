@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -30,6 +32,7 @@ SESSION_KEY = PREFIX.encode()
 FREE_GUESSES, GUESS_SECONDS, GUESS_DELAY_SECONDS = 20, 60.0, 1.0
 """After 20 wrong admin tokens within 60 s, each further one is answered after 1 s. Requests with
 the right token never wait."""
+WORKER_READY = re.compile(r"/v1/rl/workers/.+/ready")
 RELOAD_SECONDS = 1.0
 """Seconds between two looks at the key file: a change takes effect within them."""
 
@@ -37,14 +40,23 @@ RELOAD_SECONDS = 1.0
 class AdminAuth:
     """Middleware that returns 401 for every request without the admin token.
 
-    Requests at or below /dashboard go to `dashboard`, which has a login of its own.
+    Requests at or below /dashboard go to `dashboard`, which has a login of its own. With
+    `worker_token`, a worker may read whether it serves, and nothing else: its readiness probe then
+    needs no token that could change the fleet.
     """
 
-    def __init__(self, app: ASGIApp, token: str, dashboard: ASGIApp | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str,
+        dashboard: ASGIApp | None = None,
+        worker_token: str | None = None,
+    ) -> None:
         self._app = app
         self._token = token
         self._dashboard = dashboard
         self._wrong: deque[float] = deque(maxlen=FREE_GUESSES)
+        self._worker_token = worker_token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -53,7 +65,7 @@ class AdminAuth:
                 await self._dashboard(scope, receive, send)
                 return
             try:
-                require_bearer(Request(scope), self._token)
+                self._check(scope)
             except Unauthorized as error:
                 await self._delay_guess()
                 await json_response(error_fields(error), error.status)(scope, receive, send)
@@ -67,6 +79,19 @@ class AdminAuth:
         self._wrong.append(now)
         if is_many:
             await asyncio.sleep(GUESS_DELAY_SECONDS)
+
+    def _check(self, scope: Scope) -> None:
+        """Raise Unauthorized for a request that may not pass."""
+        request = Request(scope)
+        if (
+            self._worker_token is not None
+            and scope["method"] == "GET"
+            and WORKER_READY.fullmatch(scope["path"])
+        ):
+            with suppress(Unauthorized):
+                require_bearer(request, self._worker_token)
+                return
+        require_bearer(request, self._token)
 
 
 class TenantKeys:

@@ -55,6 +55,7 @@ class GatewayOptions:
     )
     admin_port: Annotated[int, listen_flag("Port of the admin routes; 0: any free port.")] = 8001
     admin_token: str = ""
+    worker_admin_token: str | None = None
     api_keys: tuple[str, ...] = ()
     key_file: Annotated[
         Path | None,

@@ -136,6 +136,7 @@ class GatewayArguments:
             http=http,
             limits=limits,
             api_keys=settings.api_keys,
+            worker_admin_token=settings.worker_admin_token,
             key_file=self.gateway.key_file or settings.key_file,
             key_store=None if store is None else store.keys,
             sessions=None if store is None else store.sessions,

@@ -124,6 +124,7 @@ class RunningWorkers:
     urls: tuple[str, ...]
     worker_options: dict[str, Any]
     wait_seconds: float
+    admin_token: str | None = None
     starts_workers = False
 
     async def identity(self) -> ModelIdentity:
@@ -137,9 +138,10 @@ class RunningWorkers:
     async def joined(self, fleet: Fleet, token: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """Keep the workers in the fleet while the block runs; late workers join when they respond.
 
-        URL,ADMIN_URL names a worker's admin port too, which is called with `token`: only then can
-        the worker's weights be updated from here.
+        URL,ADMIN_URL names a worker's admin port too, for which `admin_token` is used, or `token`:
+        only then can its weights be updated from here.
         """
+        token = self.admin_token or token
         pool = fleet.pool
         loop = asyncio.get_running_loop()
         show(f"Connecting to {', '.join(self.urls)}")
@@ -200,7 +202,8 @@ class RunningWorkers:
                 late[url] = error.message
                 await asyncio.sleep(LATE_SECONDS)
         late.pop(url, None)
-        await fleet.add(data_url, admin, **self.worker_options)
+        worker = await fleet.add(data_url, admin, **self.worker_options)
+        fleet.membership.keep_token(worker.id, token)
 
 
 def _report(task: asyncio.Task[None]) -> None:
