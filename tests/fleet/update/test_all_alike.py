@@ -17,7 +17,7 @@ from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, Unavailable, UpdateFailed
 from tests.fleet.fakes import until
 from tests.simulator.fleet import Simulation, simulated
-from tests.simulator.workers import write_adapter, write_checkpoint
+from tests.simulator.workers import Kind, write_adapter, write_checkpoint
 
 PATIENT = PhaseBudgets(
     stage=60, pause=60, swap=0.3, commit=60, prove=60, resume=1, straggler=0.3, stage_straggler=0.3
@@ -47,6 +47,19 @@ async def test_an_adapter_that_no_worker_can_score_is_undone_everywhere(tmp_path
             assert states(fleet) == {"serving"}
             assert [dict(worker.adapters) for worker in fleet.workers] == labels
             fleet.check()
+
+
+@pytest.mark.failure_mode("F29")
+@pytest.mark.parametrize("kind", ["kill", "hang"])
+async def test_an_update_is_done_although_its_last_worker_is_lost_before_the_adapters(
+    tmp_path: Path, kind: Kind
+) -> None:
+    async with simulated(tmp_path, 1) as fleet:
+        await fleet.fleet.load_adapter("x", str(write_adapter(tmp_path / "one", 31)))
+        fleet.workers[0].strike("resume", kind)
+        operation = await fleet.update("a")
+        assert (operation.status, fleet.fleet.desired.version) == ("done", "a")
+        assert "adapter 'x' was not proved on the new weights" in " ".join(operation.warnings)
 
 
 @pytest.mark.failure_mode("F36")

@@ -34,7 +34,14 @@ from lockstep.fleet.update.proof import (
 from lockstep.fleet.update.transaction import is_lost
 from lockstep.fleet.worker import Worker
 from lockstep.storage.desired_state import AdapterSpec, Reference
-from lockstep.tokens.errors import Conflict, Disproved, LockstepError, NotFound, UpdateFailed
+from lockstep.tokens.errors import (
+    Conflict,
+    Disproved,
+    LockstepError,
+    NotFound,
+    Unavailable,
+    UpdateFailed,
+)
 from lockstep.tokens.operation import Operation
 
 
@@ -158,9 +165,17 @@ class AdapterChanges:
         reference. When no worker can score an adapter, the operation gets a warning.
         """
         for name, spec in self._state.desired.adapters.items():
-            reference = await self._score_again(name, operation)
-            renewed = msgspec.structs.replace(spec, reference=reference)
-            await self._decide({**self._state.desired.adapters, name: renewed})
+            try:
+                reference = await self._score_again(name, operation)
+                renewed = msgspec.structs.replace(spec, reference=reference)
+                await self._decide({**self._state.desired.adapters, name: renewed})
+            except Unavailable as error:
+                # The fleet has agreed on the new weights: an update that failed here would be
+                # reported as failed although its version is served. Adapters without a reference
+                # are measured when a worker is brought up.
+                operation.warnings.append(
+                    f"adapter {name!r} was not proved on the new weights: {error.message}"
+                )
 
     async def _score_again(self, name: str, operation: Operation) -> Reference | None:
         directory = Path(self._state.desired.adapters[name].path)
