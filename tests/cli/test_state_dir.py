@@ -129,6 +129,45 @@ def test_an_updated_fleet_resumes_its_own_model_and_no_other(cwd: Path, tmp_path
     assert list(cwd.iterdir()) == []
 
 
+def test_a_checkpoint_root_binds_a_resume_and_must_exist(cwd: Path, tmp_path: Path) -> None:
+    allowed, other = tmp_path / "allowed", tmp_path / "other"
+    allowed.mkdir()
+    other.mkdir()
+    checkpoint = checkpoints.variant(bundled("tiny") or Path(), allowed / "step_7", seed=7)
+    root = ("--checkpoint-root", str(allowed))
+    with lockstep(cwd, "serve", "tiny", "--json", *PORTS, *root) as process:
+        update(ready_of(process), checkpoint, "step_7")
+        stop(process)
+    errors, _ = failure_of(cwd, "serve", "tiny", *PORTS, "--checkpoint-root", str(other))
+    plain = " ".join(errors.split())
+    assert f"version 'step_7' from {checkpoint}, which is outside --checkpoint-root" in plain
+    assert "--fresh" in plain
+    missing = tmp_path / "missing"
+    errors, _ = failure_of(cwd, "serve", "tiny", *PORTS, "--checkpoint-root", str(missing))
+    assert f"--checkpoint-root {missing} is not a directory" in " ".join(errors.split())
+    with lockstep(cwd, "serve", "tiny", "--json", *PORTS, *root) as process:
+        assert ready_of(process)["resumed"] == "step_7"
+
+
+def test_a_state_of_the_first_release_is_taken_over_or_mentioned(cwd: Path, tmp_path: Path) -> None:
+    checkpoint = checkpoints.variant(bundled("tiny") or Path(), tmp_path / "step_7", seed=7)
+    with lockstep(cwd, "serve", "tiny", "--json", *PORTS, "--state-dir", str(cwd)) as process:
+        update(ready_of(process), checkpoint, "step_7")
+        stop(process)
+    for name in ("state", "sessions"):  # their names then; what is in them is read unchanged
+        for file in cwd.glob(f"{name}.sqlite*"):
+            file.rename(cwd / f"lockstep-{file.name}")
+    with lockstep(cwd, "serve", "tiny", "--json", *PORTS) as process:
+        assert ready_of(process)["resumed"] is None
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate(timeout=60)[1]
+        assert "lockstep-state.sqlite and lockstep-sessions.sqlite of the first release" in errors
+        assert f"--state-dir {cwd} continues with it" in errors
+    with lockstep(cwd, "serve", "tiny", "--json", *PORTS, "--state-dir", str(cwd)) as process:
+        assert ready_of(process)["resumed"] == "step_7"
+    assert not list(cwd.glob("lockstep-*.sqlite"))
+
+
 def test_two_gateways_never_share_a_state_directory(cwd: Path, tmp_path: Path) -> None:
     where = tmp_path / "kept"
     where.mkdir(mode=0o755)

@@ -21,7 +21,7 @@ from lockstep.cli.serving.prime_rl import prime_rl_key, prime_rl_toml
 from lockstep.cli.serving.shared_store import advertised
 from lockstep.cli.serving.siblings import SiblingGateways
 from lockstep.cli.serving.sources import WorkerRows, WorkerSource
-from lockstep.cli.serving.state_dir import GatewayState, open_state
+from lockstep.cli.serving.state_dir import GatewayState, check_inside, check_roots, open_state
 from lockstep.cli.serving.trainer_view import attachment_of, print_trainer, trainer_fields
 from lockstep.running_gateways import RunningGateway, registered
 from lockstep.settings import TRACE, Settings
@@ -68,6 +68,7 @@ class GatewayProcess:
             # Check before anything is started. With a store, its keys must be read first.
             self.arguments.options(self.settings).check()
         self.arguments.budgets()
+        check_roots(self.arguments.checkpoint_root)
         siblings = SiblingGateways(self.arguments, self.settings)
         stop, ready = stop_event(), asyncio.Event()
         serving = asyncio.create_task(self._serve(ready, stop, siblings))
@@ -96,14 +97,17 @@ class GatewayProcess:
             _print_state(state, status.console)
             token, token_path = stack.enter_context(admin_token(settings.admin_token))
             token_file = token_path or _text(settings.admin_token_file)
-            roots = arguments.checkpoint_root
             runs = self._runs(state, stack)
+            roots = tuple(arguments.checkpoint_root)
+            roots = (*roots, runs) if roots and runs else roots
+            if not arguments.fresh:
+                check_inside(await store.control.desired(), roots)
             fleet = Fleet(
                 arguments.make_pool(settings),
                 store.control,
                 leadership=store.leadership,
                 token=token,
-                roots=(*roots, runs) if roots and runs else roots,
+                roots=roots,
                 budget=arguments.budgets(),
                 model_dir=self.model_dir,
                 fresh=arguments.fresh,

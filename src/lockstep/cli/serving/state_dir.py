@@ -7,7 +7,7 @@ per model under the user's state home. Nothing is written to the working directo
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.files import read_object
 from lockstep.checkpoint.manifest import INDEX, WEIGHTS
+from lockstep.checkpoint.sources import inside
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.model_identity import ModelIdentity
 from lockstep.cli.serving.shared_store import check_shared
@@ -27,10 +28,21 @@ from lockstep.storage.private_directory import close_to_others
 from lockstep.storage.protocols import ControlStore
 from lockstep.storage.sqlite import MEMORY
 from lockstep.storage.sqlite.backend import SESSION_FILE, STATE_FILE, sqlite_url
-from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict, LockstepError
+from lockstep.tokens.errors import (
+    BadRequest,
+    CheckpointError,
+    Conflict,
+    Forbidden,
+    LockstepError,
+)
 
 log = logging.getLogger(__name__)
 SQLITE_FILES = ("", "-wal", "-shm")
+FIRST_RELEASE = {
+    "lockstep-state.sqlite": STATE_FILE,
+    "lockstep-sessions.sqlite": SESSION_FILE,
+}
+"""Files of the first release, which it wrote to the working directory, and their names now."""
 WAY_OUT = "stop it, or give another --state-dir"
 
 
@@ -76,6 +88,10 @@ async def open_state(
     else:
         model = await source.identity()
         directory = _make_directory(arguments, model)
+        if arguments.state_dir is None:
+            _mention_first_release(Path.cwd())
+        else:
+            _take_over_first_release(directory)
         aside = _set_aside(directory) if arguments.fresh else None
         url = sqlite_url(directory, arguments.sessions)
         async with open_store(url, model=model.label) as store:
@@ -101,6 +117,33 @@ def _make_directory(arguments: GatewayArguments, model: ModelIdentity) -> Path:
             param="state_dir",
         ) from None
     return directory
+
+
+def _mention_first_release(directory: Path) -> None:
+    """Warn of a state of the first release. It may be of another model, so it is not read."""
+    files = [name for name in FIRST_RELEASE if (directory / name).exists()]
+    if files:
+        log.warning(
+            "%s of the first release in %s %s not read: --state-dir %s continues with it, or move "
+            "it away",
+            " and ".join(files), directory, "is" if len(files) == 1 else "are", directory,
+        )  # fmt: skip
+
+
+def _take_over_first_release(directory: Path) -> None:
+    """Rename the files of the first release, whose contents are still read. A directory that has a
+    newer state keeps both."""
+    files = [name for name in FIRST_RELEASE if (directory / name).exists()]
+    if not files or any((directory / name).exists() for name in FIRST_RELEASE.values()):
+        return
+    with ExitStack() as stack:
+        for name in files:
+            stack.enter_context(FileLock(directory / name, way_out=WAY_OUT))
+        for name in files:
+            for ending in reversed(SQLITE_FILES):  # the database itself last
+                with suppress(FileNotFoundError):
+                    (directory / (name + ending)).rename(directory / (FIRST_RELEASE[name] + ending))
+    log.warning("state of the first release in %s taken over: %s", directory, ", ".join(files))
 
 
 def _set_aside(directory: Path) -> Path | None:
@@ -158,6 +201,34 @@ def _check_files(desired: Desired, place: str, starts_workers: bool) -> None:
             param="state_dir",
         )
     log.warning("%s is missing: workers that do not hold %s yet cannot join", file, what)
+
+
+def check_roots(roots: Sequence[Path]) -> None:
+    """Raise BadRequest for a checkpoint root that is not a directory."""
+    for root in roots:
+        if not root.is_dir():
+            raise BadRequest(
+                f"--checkpoint-root {root} is not a directory: create it, or correct the path",
+                param="checkpoint_root",
+            )
+
+
+def check_inside(desired: Desired, roots: Sequence[Path]) -> None:
+    """Raise Forbidden when a fleet would resume weights or an adapter from outside its roots."""
+    if not roots:
+        return
+    paths = {name: spec.path for name, spec in desired.adapters.items()}
+    sources = {f"adapter {name!r}": path for name, path in paths.items()}
+    if desired.checkpoint is not None:
+        sources[f"version {desired.version!r}"] = desired.checkpoint
+    for what, path in sources.items():
+        if not inside(Path(path).resolve(), roots):
+            raise Forbidden(
+                f"the fleet last served {what} from {path}, which is outside --checkpoint-root "
+                f"{', '.join(map(str, roots))}: add a root that contains it, or --fresh starts "
+                "over with the model's own weights",
+                param="checkpoint_root",
+            )
 
 
 def _missing(desired: Desired) -> tuple[str, Path] | None:
