@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -97,20 +98,35 @@ async def test_sessions_go_on_whichever_process_takes_a_connection(served: dict[
             assert len(body["samples"][0]["versions"]) == 6
 
 
-async def test_a_process_that_is_killed_is_started_again_and_the_other_goes_on(
-    served: dict[str, Any],
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_gateway_that_is_killed_is_started_again_and_everything_else_goes_on(
+    served: dict[str, Any], first: bool
 ) -> None:
     pids = await both(served)
-    (sibling,) = pids - {served["process"].pid}
-    os.kill(sibling, signal.SIGKILL)
+    assert served["process"].pid not in pids
+    (leading,) = await pids_on(int(served["admin_url"].rpartition(":")[2]))
+    victim = leading if first else next(iter(pids - {leading}))
+    assert victim is not None
+    worker = int(served["workers"][0]["url"].rpartition(":")[2])
+    serving = await pids_on(worker)
+    os.kill(victim, signal.SIGKILL)
     messages: list[Any] = [{"role": "user", "content": "Reverse: 40213"}]
     async with asyncio.timeout(60):
-        while {sibling, None} & await pids_on(int(served["url"].rpartition(":")[2])):
+        while {victim, None} & await pids_on(int(served["url"].rpartition(":")[2])):
             await asyncio.sleep(0.05)
     for _ in range(3):
-        assert await chat(served["url"], "after", messages) == 200
+        assert await chat(served["url"], f"after-{first}", messages) == 200
         messages.append({"role": "user", "content": "more"})
-    assert sibling not in await both(served)
+    assert victim not in await both(served)
+    assert await pids_on(worker) == serving
+    async with asyncio.timeout(60), aiohttp.ClientSession(headers=HEADERS) as http:
+        while True:  # the one with the admin port of the ready line is back, or never left
+            with suppress(aiohttp.ClientError):
+                async with http.get(f"{served['admin_url']}/v1/rl/state") as answer:
+                    state = await answer.json()
+                    if [one["state"] for one in state["workers"]] == ["serving"]:
+                        break
+            await asyncio.sleep(0.1)
 
 
 def test_several_gateways_without_a_store_are_refused() -> None:

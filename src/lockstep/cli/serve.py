@@ -118,6 +118,13 @@ def gateway(
             help="Start without workers: they register themselves at the admin port.",
         ),
     ] = False,
+    model_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the weights that the workers start with, which updates are checked "
+            "against; known to `lockstep serve`."
+        ),
+    ] = None,
     *,
     arguments: GatewayArguments,
 ) -> None:
@@ -171,8 +178,14 @@ def gateway(
         source = RunningWorkers(
             tuple(worker or ()), worker_options, wait_seconds, settings.worker_admin_token
         )
+    flags: list[str] = [part for url in worker or () for part in ("--worker", url)]
+    values = {"dynamo": dynamo, "transport": transport, "logprobs-mode": logprobs_mode,
+              "wait-seconds": wait_seconds, "model-dir": model_dir}  # fmt: skip
+    for name, value in values.items():
+        flags += [] if value is None else [f"--{name}", str(value)]
+    flags += ["--workers-join"] if workers_join else []
     _hide_torch()
-    GatewayProcess(source, arguments, settings).run()
+    GatewayProcess(source, arguments, settings, model_dir, flags=tuple(flags)).run()
 
 
 def _hide_torch() -> None:

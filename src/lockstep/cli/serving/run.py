@@ -20,7 +20,12 @@ from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.prime_rl import prime_rl_key, prime_rl_toml
 from lockstep.cli.serving.shared_store import advertised
 from lockstep.cli.serving.siblings import SiblingGateways
-from lockstep.cli.serving.sources import WorkerRows, WorkerSource
+from lockstep.cli.serving.sources import (
+    StartedWorker,
+    StartsWorkers,
+    WorkerRows,
+    WorkerSource,
+)
 from lockstep.cli.serving.state_dir import GatewayState, check_inside, check_roots, open_state
 from lockstep.cli.serving.trainer_view import attachment_of, print_trainer, trainer_fields
 from lockstep.running_gateways import RunningGateway, registered
@@ -42,7 +47,8 @@ class GatewayProcess:
     """A gateway in front of the workers of `source`.
 
     `model_dir` holds the weights that the workers start with, if known. With `trainer` the gateway
-    also has the routes of the Tinker API.
+    also has the routes of the Tinker API. `flags` are the options by which a gateway in another
+    process finds the same workers, if there are such options.
     """
 
     source: WorkerSource
@@ -50,6 +56,7 @@ class GatewayProcess:
     settings: Settings
     model_dir: Path | None = None
     trainer: TrainerOptions | None = None
+    flags: tuple[str, ...] | None = None
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises the LockstepError that prevents the start."""
@@ -71,7 +78,11 @@ class GatewayProcess:
         check_roots(self.arguments.checkpoint_root)
         siblings = SiblingGateways(self.arguments, self.settings)
         stop, ready = stop_event(), asyncio.Event()
-        serving = asyncio.create_task(self._serve(ready, stop, siblings))
+        started = isinstance(self.source, StartsWorkers) and self.trainer is None
+        if self.arguments.gateways > 1 and (started or self.flags is not None):
+            serving = asyncio.create_task(self._supervise(ready, stop))
+        else:
+            serving = asyncio.create_task(self._serve(ready, stop, siblings))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -79,6 +90,52 @@ class GatewayProcess:
             serving.cancel()  # no client is served yet; an error that ended it is raised below
         with suppress(asyncio.CancelledError):
             await serving
+
+    async def _supervise(self, ready: asyncio.Event, stop: asyncio.Event) -> None:
+        """Run `--gateways N` processes, and the workers of `serve`, until `stop` is set."""
+        from lockstep.cli.serving.gateway_group import GatewayGroup, register_workers
+
+        arguments, settings, source = self.arguments, self.settings, self.source
+        status = Status("Starting", console=Console(stderr=True, quiet=arguments.as_json))
+        async with AsyncExitStack() as stack:
+            stack.enter_context(status)
+            # Opened for its checks only; the gateways open it themselves.
+            async with open_state(arguments, settings, source) as state:
+                if not arguments.fresh:
+                    check_inside(await state.store.control.desired(), arguments.checkpoint_root)
+                options = arguments.options(settings, state.store)
+            _print_state(state, status.console)
+            token = settings.admin_token or ""  # open_state has refused a store without one
+            workers: list[StartedWorker] = []
+            flags = self.flags
+            if flags is None and isinstance(source, StartsWorkers):
+                workers = await stack.enter_async_context(source.started(token, status.update))
+                flags = (
+                    "--workers-join",
+                    "--model-dir",
+                    str((self.model_dir or Path()).absolute()),
+                )
+            group = GatewayGroup(arguments, settings, token, flags or ())
+            first = await stack.enter_async_context(group.running())
+            if workers:
+                await register_workers(first["admin_url"], token, workers)
+            ready.set()
+            status.stop()
+            rows = [worker.row for worker in workers] or first["workers"]
+            entry = RunningGateway(
+                first["url"],
+                first["admin_url"],
+                Path(arguments.gateway.tokenizer or "model").name,
+                os.getpid(),
+                _text(settings.admin_token_file),
+            )
+            if arguments.as_json:
+                _print_ready_json(entry, rows, state, None)
+            else:
+                _print_ready(entry, len(rows), _key_to_paste(options))
+                if arguments.prime_rl:
+                    _print_prime_rl(entry, arguments, options)
+            await stop.wait()
 
     async def _serve(
         self, ready: asyncio.Event, stop: asyncio.Event, siblings: SiblingGateways

@@ -71,7 +71,7 @@ class SiblingGateways:
         port = urlsplit(url).port
 
         def command(child: Child) -> Command:
-            return Command(self._command_line(port or 0, child.system_url), self._environ(token))
+            return Command(self.command_line(port or 0, child.system_url), self.environ(token))
 
         drain = self._arguments.gateway.drain_seconds
         async with Supervisor(names, command, drain_seconds=drain) as children:
@@ -79,10 +79,15 @@ class SiblingGateways:
                 child.ready.add_done_callback(_say)
             await stop.wait()
 
-    def _command_line(self, port: int, admin_url: str) -> tuple[str, ...]:
+    def command_line(self, port: int, admin_url: str, *, first: bool = False) -> tuple[str, ...]:
+        """Return the command of a gateway on the shared port. With `first`, it is the gateway at
+        the address of --advertise; the others have it with their own port."""
         admin_port = admin_url.rpartition(":")[2]
         advertise: tuple[str, ...] = ()
-        if (address := self._arguments.advertise) is not None:
+        address = self._arguments.advertise
+        if address is not None and first:
+            advertise = ("--advertise", address)
+        elif address is not None:
             parts = urlsplit(address)
             host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
             advertise = ("--advertise", f"{parts.scheme}://{host}:{admin_port}")
@@ -102,7 +107,7 @@ class SiblingGateways:
             for item in value if isinstance(value, list) else [value]:
                 yield from (option, str(item.absolute()) if isinstance(item, Path) else str(item))
 
-    def _environ(self, token: str) -> dict[str, str]:
+    def environ(self, token: str) -> dict[str, str]:
         """Return the environment of a process. It holds the store's URL, because other users can
         read a command line.
         """

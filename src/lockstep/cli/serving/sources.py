@@ -9,9 +9,10 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lockstep.cli.serving.model_identity import ModelIdentity, served_model
+from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -27,6 +28,53 @@ LATE_SECONDS = 0.5
 """Interval between two attempts to reach a worker that does not respond yet."""
 JOINED_SECONDS = 1.0
 """Grace period in which workers that have just joined may be proved after the wait is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWorker:
+    """A worker that this command has started, for a gateway in another process."""
+
+    id: str
+    url: str
+    admin_url: str
+    pid: int | None
+    backend: str
+    logprob_mode: LogprobMode | None = None
+    gpus: tuple[str, ...] = ()
+
+    def body(self, token: str) -> dict[str, object]:
+        """Return the body of POST /v1/rl/workers that adds it."""
+        return {
+            "id": self.id,
+            "url": self.url,
+            "admin_url": self.admin_url,
+            "backend": self.backend,
+            "admin_token": token if self.backend == "lockstep" else None,
+            "logprob_mode": self.logprob_mode,
+            "gpus": self.gpus,
+        }
+
+    @property
+    def row(self) -> dict[str, object]:
+        """The worker in the ready line."""
+        return {
+            "id": self.id,
+            "url": self.url,
+            "system_url": self.admin_url,
+            "pid": self.pid,
+            "gpus": self.gpus,
+        }
+
+
+@runtime_checkable
+class StartsWorkers(Protocol):
+    """A source that can start its workers for gateways in other processes."""
+
+    def started(
+        self, token: str, show: ShowStatus
+    ) -> AbstractAsyncContextManager[list[StartedWorker]]:
+        """Run the workers while the block runs; `token` is their admin token."""
+        ...
 
 
 class WorkerSource(Protocol):
@@ -105,6 +153,29 @@ class EmbeddedWorkers:
                 }
                 for process in children.children
             ]
+
+    @asynccontextmanager
+    async def started(self, token: str, show: ShowStatus) -> AsyncIterator[list[StartedWorker]]:
+        """Run the workers while the block runs; restart those that end."""
+        from lockstep.launch.workers import embedded_workers
+
+        show(f"Starting {self.model}: {self.count} workers")
+        children = embedded_workers(
+            self.model,
+            self.count,
+            admin_token=token,
+            arguments=self.arguments,
+            placement=self.placement,
+            drain_seconds=self.drain_seconds,
+        )
+        async with children:
+            await children.ready()
+            gpus = gpus_of_workers(self.placement, children.children)
+            yield [
+                StartedWorker(child.id, child.url, child.system_url, child.pid, "lockstep",
+                              gpus=gpus[child.id])
+                for child in children.children
+            ]  # fmt: skip
 
 
 def gpus_of_workers(

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.serving.model_identity import ModelIdentity, served_model
-from lockstep.cli.serving.sources import ShowStatus, WorkerRows, gpus_of_workers
+from lockstep.cli.serving.sources import (
+    ShowStatus,
+    StartedWorker,
+    WorkerRows,
+    gpus_of_workers,
+)
 from lockstep.tokens import LogprobMode
 
 if TYPE_CHECKING:
@@ -74,6 +79,29 @@ class VllmWorkers:
                 {"id": server.id, "url": server.url, "system_url": server.url, "pid": server.pid,
                  "gpus": gpus[server.id]}
                 for server in servers.children
+            ]  # fmt: skip
+
+    @asynccontextmanager
+    async def started(self, _: str, show: ShowStatus) -> AsyncIterator[list[StartedWorker]]:
+        """Run the servers while the block runs; restart those that end."""
+        from lockstep.launch.vllm import vllm_servers
+
+        show(f"Starting vLLM with {self.model}: this takes about a minute")
+        servers = vllm_servers(
+            self.model,
+            self.count,
+            python=self.python,
+            arguments=("--logprobs-mode", f"{self.logprob_mode}_logprobs", *self.arguments),
+            placement=self.placement,
+            drain_seconds=self.drain_seconds,
+        )
+        async with servers:
+            await servers.ready()
+            gpus = gpus_of_workers(self.placement, servers.children)
+            yield [
+                StartedWorker(child.id, child.url, child.url, child.pid, "vllm",
+                              self.logprob_mode, gpus[child.id])
+                for child in servers.children
             ]  # fmt: skip
 
 

@@ -213,7 +213,7 @@ class ControlRoutes:
         )
         try:
             worker = await self._fleet.add(
-                body.url, admin, worker_id=body.id, logprob_mode=body.logprob_mode
+                body.url, admin, worker_id=body.id, logprob_mode=body.logprob_mode, gpus=body.gpus
             )
         except BaseException:
             # Also when cancelled: the fleet has not taken the connection over.

@@ -71,7 +71,8 @@ class InitBroadcaster(_Body):
 class AddWorker(_Body):
     """A worker to add; `admin_url` is its system port, by default its admin routes are at `url`.
 
-    `logprob_mode` is for servers that do not report theirs, such as vLLM.
+    `logprob_mode` is for servers that do not report theirs, such as vLLM. `gpus` are those it was
+    placed on, for the state page.
     """
 
     url: str
@@ -80,3 +81,4 @@ class AddWorker(_Body):
     backend: str = "auto"
     id: str | None = None
     logprob_mode: Literal["processed", "raw"] | None = None
+    gpus: tuple[str, ...] = ()
