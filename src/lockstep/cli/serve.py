@@ -180,7 +180,7 @@ def gateway(
         )
     flags: list[str] = [part for url in worker or () for part in ("--worker", url)]
     values = {"dynamo": dynamo, "transport": transport, "logprobs-mode": logprobs_mode,
-              "wait-seconds": wait_seconds, "model-dir": model_dir}  # fmt: skip
+              "wait-seconds": wait_seconds}  # fmt: skip
     for name, value in values.items():
         flags += [] if value is None else [f"--{name}", str(value)]
     flags += ["--workers-join"] if workers_join else []

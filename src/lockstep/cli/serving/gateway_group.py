@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +21,7 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 if TYPE_CHECKING:
     from lockstep.cli.serving.arguments import GatewayArguments
     from lockstep.cli.serving.sources import StartedWorker
-    from lockstep.launch.supervisor import Child, Command, Supervisor
+    from lockstep.launch.supervisor import Child, Command
     from lockstep.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -30,18 +31,23 @@ LOOK_SECONDS = 0.1
 
 
 class GatewayGroup:
-    """The gateways of `--gateways N`. Use it as an async context manager.
+    """The gateways of `--gateways N`, alive while the block of `running` runs.
 
     `flags` are the options by which the first gateway finds its workers. The others read them from
-    the store. Gateways of workers that the parent starts wait for those to be registered.
+    the store. `model_dir` holds the weights that the workers start with, where that is known.
     """
 
     def __init__(
-        self, arguments: GatewayArguments, settings: Settings, token: str, flags: tuple[str, ...]
+        self,
+        arguments: GatewayArguments,
+        settings: Settings,
+        token: str,
+        flags: tuple[str, ...],
+        model_dir: Path | None,
     ) -> None:
         self._arguments, self._token, self._flags = arguments, token, flags
         self._siblings = SiblingGateways(arguments, settings)
-        self._first: Supervisor | None = None
+        self._model = () if model_dir is None else ("--model-dir", str(model_dir.absolute()))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[dict[str, Any]]:
@@ -61,10 +67,11 @@ class GatewayGroup:
                 return Command(self._first_line(port, child), environ)
 
             def command(child: Child) -> Command:
-                return Command(self._siblings.command_line(port, child.system_url), environ)
+                line = self._siblings.command_line(port, child.system_url)
+                return Command((*line, *self._model), environ)
 
             drain = gateway.drain_seconds
-            self._first = first = Supervisor(
+            first = Supervisor(
                 ["gateway 1"], first_command, ports=(0, gateway.admin_port), drain_seconds=drain
             )
             names = [f"gateway {number + 2}" for number in range(self._arguments.gateways - 1)]
@@ -80,17 +87,13 @@ class GatewayGroup:
 
     def _first_line(self, port: int, child: Child) -> tuple[str, ...]:
         arguments = self._arguments
-        more = [*self._flags]
+        more = [*self._flags, *self._model]
         if arguments.run_dir is not None:
             more += ["--run-dir", str(arguments.run_dir.absolute())]
         # Only once: a restarted gateway must not drop what the fleet has done since.
         if arguments.fresh and not child.restarts:
             more.append("--fresh")
         return (*self._siblings.command_line(port, child.system_url, first=True), *more)
-
-    @property
-    def first_pid(self) -> int | None:
-        return None if self._first is None else self._first.children[0].pid
 
 
 async def register_workers(admin_url: str, token: str, workers: list[StartedWorker]) -> None:

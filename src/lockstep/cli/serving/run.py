@@ -104,18 +104,15 @@ class GatewayProcess:
                 if not arguments.fresh:
                     check_inside(await state.store.control.desired(), arguments.checkpoint_root)
                 options = arguments.options(settings, state.store)
+                options.check()
             _print_state(state, status.console)
             token = settings.admin_token or ""  # open_state has refused a store without one
             workers: list[StartedWorker] = []
             flags = self.flags
             if flags is None and isinstance(source, StartsWorkers):
                 workers = await stack.enter_async_context(source.started(token, status.update))
-                flags = (
-                    "--workers-join",
-                    "--model-dir",
-                    str((self.model_dir or Path()).absolute()),
-                )
-            group = GatewayGroup(arguments, settings, token, flags or ())
+                flags = ("--workers-join",)
+            group = GatewayGroup(arguments, settings, token, flags or (), self.model_dir)
             first = await stack.enter_async_context(group.running())
             if workers:
                 await register_workers(first["admin_url"], token, workers)
