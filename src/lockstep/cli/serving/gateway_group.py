@@ -7,24 +7,23 @@ through it, so whichever gateway is killed, the others and the workers stay.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from lockstep.cli.serving.siblings import SiblingGateways
-from lockstep.tokens.errors import LockstepError, Unavailable
+from lockstep.tokens.errors import Unavailable
 
 if TYPE_CHECKING:
     from lockstep.cli.serving.arguments import GatewayArguments
     from lockstep.cli.serving.sources import StartedWorker
+    from lockstep.http.client.client import HttpClient
     from lockstep.launch.supervisor import Child, Command
     from lockstep.settings import Settings
 
-log = logging.getLogger(__name__)
 REGISTER_SECONDS = 60.0
 """How long the workers may take to be added to the fleet, and to prove its version."""
 LOOK_SECONDS = 0.1
@@ -103,27 +102,39 @@ async def register_workers(admin_url: str, token: str, workers: list[StartedWork
     """
     from lockstep.http.client.client import HttpClient
 
-    client = HttpClient(admin_url, api_key=token, timeout=REGISTER_SECONDS)
+    client = HttpClient(admin_url, api_key=token, retries=0, timeout=REGISTER_SECONDS)
+    reasons = ["none was added"]
     try:
-        for worker in workers:
-            await client.post("/v1/rl/workers", msgspec.json.encode(worker.body(token)))
-        ids, states = {worker.id for worker in workers}, {}
-        with suppress(TimeoutError):
-            async with asyncio.timeout(REGISTER_SECONDS):
-                while True:
-                    rows = msgspec.json.decode(await client.get("/v1/rl/state"))["workers"]
-                    states = {row["id"]: row for row in rows if row["id"] in ids}
-                    if ids <= {name for name, row in states.items() if row["state"] == "serving"}:
-                        return
+        async with asyncio.timeout(REGISTER_SECONDS):
+            for worker in workers:
+                body = msgspec.json.encode(worker.body(token))
+                while not await _add(client, body, reasons):
                     await asyncio.sleep(LOOK_SECONDS)
-        reasons = [f"{name} is {row['state']}: {row['reason']}" for name, row in states.items()]
+            while reasons:
+                rows = msgspec.json.decode(await client.get("/v1/rl/state"))["workers"]
+                states = {row["id"]: row for row in rows}
+                late = [worker.id for worker in workers if not _serves(states.get(worker.id))]
+                reasons = [f"{name}: {states.get(name, {}).get('reason')}" for name in late]
+                await asyncio.sleep(LOOK_SECONDS)
+    except TimeoutError:
         raise Unavailable(
-            f"not all of {len(ids)} workers serve after {REGISTER_SECONDS:g} s: "
-            f"{'; '.join(reasons) or 'none was added'}"
-        )
-    except LockstepError as error:
-        raise error.with_message(
-            f"the workers cannot join their gateway: {error.message}"
+            f"not all of {len(workers)} workers serve after {REGISTER_SECONDS:g} s: "
+            f"{'; '.join(reasons)}"
         ) from None
     finally:
         await client.close()
+
+
+async def _add(client: HttpClient, body: bytes, reasons: list[str]) -> bool:
+    """Return whether the worker was added. A gateway that was killed before is counted as alive for
+    5 s, in which no gateway may lead and take workers."""
+    try:
+        await client.post("/v1/rl/workers", body)
+    except Unavailable as error:
+        reasons[:] = [error.message]
+        return False
+    return True
+
+
+def _serves(row: dict[str, Any] | None) -> bool:
+    return row is not None and row["state"] == "serving"
