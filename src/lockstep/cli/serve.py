@@ -179,8 +179,8 @@ def gateway(
             tuple(worker or ()), worker_options, wait_seconds, settings.worker_admin_token
         )
     flags: list[str] = [part for url in worker or () for part in ("--worker", url)]
-    values = {"dynamo": dynamo, "transport": transport, "logprobs-mode": logprobs_mode,
-              "wait-seconds": wait_seconds}  # fmt: skip
+    values = {"discover": discover, "dynamo": dynamo, "transport": transport,
+              "logprobs-mode": logprobs_mode, "wait-seconds": wait_seconds}  # fmt: skip
     for name, value in values.items():
         flags += [] if value is None else [f"--{name}", str(value)]
     flags += ["--workers-join"] if workers_join else []
