@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -48,13 +49,21 @@ async def test_a_refused_worker_is_logged_once_and_listed_until_it_joins_or_leav
 async def test_a_worker_that_could_not_join_is_refused_and_tried_again_with_the_next_change() -> (
     None
 ):
+    async def reject(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    # Something must respond at the URL of the worker that has the id, or it would give the id up.
+    server = await asyncio.start_server(reject, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
     pool = Pool()
-    async with pool, Fleet(pool) as fleet:
+    async with server, pool, Fleet(pool) as fleet:
         follower = _Follower(fleet, None, {"transport": "dynamo"})
         worker = replace(SICK, ready=True, error=None)
         await fleet.add(
-            "http://127.0.0.1:9", FrontendProbeAdmin(worker), worker_id="7", transport="dynamo"
-        )
+            f"http://127.0.0.1:{port}", FrontendProbeAdmin(worker), worker_id="7",
+            transport="dynamo",
+        )  # fmt: skip
         await follower.apply(listing(worker))
         assert "7" in fleet.state.refused
         await fleet.remove("7", drain_seconds=0)
