@@ -123,6 +123,7 @@ class Campaign:
         traffic = Traffic(
             cluster.gateway.url,
             f"trial-{trial.number}",
+            adapted=1,
             blame_adapters=all(fault.kind != "second gateway" for fault in trial.faults),
         )
         incarnations = [worker.process.pid for worker in cluster.workers]

@@ -110,8 +110,8 @@ class Traffic:
     url: str
     name: str
     clients: int = 3
-    adapted: int = 1
-    """How many of the clients ask for the adapter."""
+    adapted: int = 0
+    """How many of the clients ask for the adapter, which the fleet must have loaded."""
     blame_adapters: bool = True
     """Whether a 4xx for the adapter is a violation: not where another gateway unloads it."""
     agents: int = 2
