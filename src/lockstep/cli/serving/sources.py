@@ -18,7 +18,7 @@ from lockstep.tokens.errors import Unavailable
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
     from lockstep.launch.placement import Placement
-    from lockstep.launch.supervisor import Child
+    from lockstep.launch.supervisor import Child, Supervisor
 
 log = logging.getLogger(__name__)
 WorkerRows = list[dict[str, object]]
@@ -113,7 +113,6 @@ class EmbeddedWorkers:
     async def joined(self, fleet: Fleet, token: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """Run workers and fleet while the block runs."""
         from lockstep.backends.lockstep.admin import LockstepAdmin
-        from lockstep.launch.workers import embedded_workers
 
         pool = fleet.pool
 
@@ -125,16 +124,7 @@ class EmbeddedWorkers:
             if any(worker.id == child.id for worker in pool.workers):  # a drained one is not
                 pool.eject(child.id, "it was restarted")
 
-        children = embedded_workers(
-            self.model,
-            self.count,
-            admin_token=token,
-            arguments=self.arguments,
-            placement=self.placement,
-            on_ready=count_up,
-            on_restart=restarted,
-            drain_seconds=self.drain_seconds,
-        )
+        children = self._children(token, on_ready=count_up, on_restart=restarted)
         show(f"Starting {self.model}: 0 of {self.count} workers ready")
         async with children, pool, fleet:  # in this order: the pool must not see its workers die
             await children.ready()
@@ -157,17 +147,8 @@ class EmbeddedWorkers:
     @asynccontextmanager
     async def started(self, token: str, show: ShowStatus) -> AsyncIterator[list[StartedWorker]]:
         """Run the workers while the block runs; restart those that end."""
-        from lockstep.launch.workers import embedded_workers
-
         show(f"Starting {self.model}: {self.count} workers")
-        children = embedded_workers(
-            self.model,
-            self.count,
-            admin_token=token,
-            arguments=self.arguments,
-            placement=self.placement,
-            drain_seconds=self.drain_seconds,
-        )
+        children = self._children(token)
         async with children:
             await children.ready()
             gpus = gpus_of_workers(self.placement, children.children)
@@ -176,6 +157,19 @@ class EmbeddedWorkers:
                               gpus=gpus[child.id])
                 for child in children.children
             ]  # fmt: skip
+
+    def _children(self, token: str, **hooks: Any) -> Supervisor:
+        from lockstep.launch.workers import embedded_workers
+
+        return embedded_workers(
+            self.model,
+            self.count,
+            admin_token=token,
+            arguments=self.arguments,
+            placement=self.placement,
+            drain_seconds=self.drain_seconds,
+            **hooks,
+        )
 
 
 def gpus_of_workers(

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.serving.model_identity import ModelIdentity, served_model
 from lockstep.cli.serving.sources import (
@@ -20,7 +20,7 @@ from lockstep.tokens import LogprobMode
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
     from lockstep.launch.placement import Placement
-    from lockstep.launch.supervisor import Child
+    from lockstep.launch.supervisor import Child, Supervisor
 
 READY_SECONDS = 60.0
 
@@ -46,7 +46,6 @@ class VllmWorkers:
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """Run servers and fleet while the block runs."""
         from lockstep.backends.registry import open_admin
-        from lockstep.launch.vllm import vllm_servers
 
         pool = fleet.pool
 
@@ -54,15 +53,9 @@ class VllmWorkers:
             up = sum(child.state == "running" for child in servers.children)
             show(f"Starting vLLM with {self.model}: {up} of {self.count} servers ready")
 
-        servers = vllm_servers(
-            self.model,
-            self.count,
-            python=self.python,
-            arguments=("--logprobs-mode", f"{self.logprob_mode}_logprobs", *self.arguments),
-            placement=self.placement,
+        servers = self._servers(
             on_ready=count_up,
             on_restart=lambda child: pool.eject(child.id, "it was restarted"),
-            drain_seconds=self.drain_seconds,
         )
         show(f"Starting vLLM with {self.model}: this takes about a minute")
         async with servers, pool, fleet:
@@ -84,17 +77,8 @@ class VllmWorkers:
     @asynccontextmanager
     async def started(self, _: str, show: ShowStatus) -> AsyncIterator[list[StartedWorker]]:
         """Run the servers while the block runs; restart those that end."""
-        from lockstep.launch.vllm import vllm_servers
-
         show(f"Starting vLLM with {self.model}: this takes about a minute")
-        servers = vllm_servers(
-            self.model,
-            self.count,
-            python=self.python,
-            arguments=("--logprobs-mode", f"{self.logprob_mode}_logprobs", *self.arguments),
-            placement=self.placement,
-            drain_seconds=self.drain_seconds,
-        )
+        servers = self._servers()
         async with servers:
             await servers.ready()
             gpus = gpus_of_workers(self.placement, servers.children)
@@ -103,6 +87,19 @@ class VllmWorkers:
                               self.logprob_mode, gpus[child.id])
                 for child in servers.children
             ]  # fmt: skip
+
+    def _servers(self, **hooks: Any) -> Supervisor:
+        from lockstep.launch.vllm import vllm_servers
+
+        return vllm_servers(
+            self.model,
+            self.count,
+            python=self.python,
+            arguments=("--logprobs-mode", f"{self.logprob_mode}_logprobs", *self.arguments),
+            placement=self.placement,
+            drain_seconds=self.drain_seconds,
+            **hooks,
+        )
 
 
 @dataclass(frozen=True, slots=True)
