@@ -14,6 +14,7 @@ import pytest
 from lockstep.checkpoint import validate as module
 from lockstep.checkpoint.manifest import begin
 from lockstep.checkpoint.probe import Probe
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.validate import (
     Checkpoint,
     ModelSignature,
@@ -465,21 +466,22 @@ def test_a_directory_that_changes_while_it_is_read_is_refused(
 ) -> None:
     scan = module.digests
 
-    def meddled(file: module.TensorFile, odd: list[str]) -> dict[str, str]:
-        raw = file.path.read_bytes()
+    def meddled(reader: CheckpointReader, odd: list[str]) -> dict[str, str]:
+        (file,) = reader.files
+        raw = file.read_bytes()
         match change:
             case "append":
-                file.path.write_bytes(raw + b"x")
+                file.write_bytes(raw + b"x")
             case "replace":
                 (whole / "new").write_bytes(raw)
-                os.replace(whole / "new", file.path)
+                os.replace(whole / "new", file)
             case "add":
                 (whole / "tokenizer.json").write_text("{}")
             case "remove":
-                file.path.unlink()
+                file.unlink()
             case "cut":
-                file.path.write_bytes(raw[:-8])
-        return scan(file, odd)
+                file.write_bytes(raw[:-8])
+        return scan(reader, odd)
 
     monkeypatch.setattr(module, "digests", meddled)
     with pytest.raises(CheckpointError):

@@ -1,4 +1,4 @@
-"""Single-pass scan of a weight file for digests and non-finite values, in little memory."""
+"""Single-pass scan of a checkpoint for digests and non-finite values, in little memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from io import FileIO
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.checkpoint.digest import tensor_digest
-from lockstep.checkpoint.safetensors_file import TensorEntry, TensorFile
+from lockstep.checkpoint.reader import CHUNK, Bytes, CheckpointReader, TensorShape
 from lockstep.tokens.errors import CheckpointError
 
-CHUNK = 256 << 10
-"""Bytes per read: small enough to stay in the CPU's cache between the passes over them."""
 FINITE: Mapping[str, tuple[str, int, int]] = MappingProxyType(
     {
         "F64": ("<u8", 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
@@ -42,7 +38,7 @@ MOST_ODD = 8
 """Maximum number of suspicious tensors to list."""
 
 
-def digests(file: TensorFile, odd: list[str] | None = None) -> dict[str, str]:
+def digests(reader: CheckpointReader, odd: list[str] | None = None) -> dict[str, str]:
     """Return the digest of each tensor's dtype, shape and contents, by name.
 
     Add descriptions of all-zero matrices and implausibly large values to `odd`. Raises
@@ -51,71 +47,64 @@ def digests(file: TensorFile, odd: list[str] | None = None) -> dict[str, str]:
     # Reading, comparing and hashing all release the interpreter's lock. Beside a busy event loop, a
     # single thread would spend most of its time waiting for that lock.
     with ThreadPoolExecutor(THREADS, thread_name_prefix="scan") as pool:
-        scanned = list(pool.map(partial(_scan, file), file.entries))
+        scanned = list(pool.map(partial(_scan, reader), reader.tensors))
     if odd is not None:
-        why = [f"tensor {name!r} of {file.path.name} {why}" for name, _, why in scanned if why]
+        why = [f"tensor {name!r} of {reader.where(name)} {why}" for name, _, why in scanned if why]
         odd += why[: max(MOST_ODD - len(odd), 0)]
     return {name: digest for name, digest, _ in scanned}
 
 
-def _scan(file: TensorFile, entry: TensorEntry) -> tuple[str, str, str | None]:
+def _scan(reader: CheckpointReader, name: str) -> tuple[str, str, str | None]:
     """Return name and digest of a tensor, and what is suspicious about it."""
-    size = min(CHUNK, max(entry.end - entry.start, 1))
-    buffer, scratch = (np.empty(size, dtype=np.uint8) for _ in "ab")
+    tensor = reader.tensors[name]
+    scratch = np.empty(min(CHUNK, max(tensor.nbytes, 1)), dtype=np.uint8)
     largest = 0
 
-    def parts(source: FileIO) -> Iterator[memoryview]:
+    def checked() -> Iterator[memoryview]:
         nonlocal largest
-        source.seek(entry.start)
-        for start in range(entry.start, entry.end, CHUNK):
-            count = min(CHUNK, entry.end - start)
-            _fill(source, buffer[:count], file)
-            magnitude = _check(entry, buffer[:count], scratch[:count], start - entry.start, file)
+        at = 0
+        for part in reader.parts(name):
+            values = np.frombuffer(part, dtype=np.uint8)
+            magnitude = _largest(tensor.dtype, values, scratch[: len(values)])
+            if tensor.dtype in FINITE and magnitude >= FINITE[tensor.dtype][2]:
+                raise _not_finite(reader, name, scratch[: len(values)], at)
             largest = max(largest, magnitude)
-            yield buffer[:count].data
+            at += len(values)
+            yield part
 
-    # Read, not mapped: touching a mapped file that is truncated meanwhile would kill the process.
-    with open(file.path, "rb", buffering=0) as source:
-        digest = tensor_digest(entry.dtype, entry.shape, parts(source))
-    return entry.name, digest, _odd(entry, largest)
-
-
-def _fill(source: FileIO, buffer: npt.NDArray[np.uint8], file: TensorFile) -> None:
-    """Fill the buffer: network file systems may return less than requested."""
-    at = 0
-    while at < len(buffer):
-        read = source.readinto(buffer.data[at:])
-        if not read:
-            raise CheckpointError(f"{file.path} became shorter while it was read")
-        at += read
+    digest = tensor_digest(tensor.dtype, tensor.shape, checked())
+    return name, digest, _odd(tensor, largest)
 
 
-def _check(
-    entry: TensorEntry,
-    values: npt.NDArray[np.uint8],
-    scratch: npt.NDArray[np.uint8],
-    offset: int,
-    file: TensorFile,
-) -> int:
-    """Return the bits of the largest magnitude; 0 for a dtype that is not a float."""
-    if entry.dtype not in FINITE:
+def _largest(dtype: str, values: Bytes, scratch: Bytes) -> int:
+    """Return the bits of the largest magnitude; 0 for a dtype that is not a float.
+
+    `scratch` receives all magnitudes.
+    """
+    if dtype not in FINITE:
         return 0
-    bits, mask, least = FINITE[entry.dtype]
+    bits, mask, _ = FINITE[dtype]
     magnitude = scratch.view(bits)
     np.bitwise_and(values.view(bits), magnitude.dtype.type(mask), out=magnitude)
-    largest = int(magnitude.max())
-    if largest >= least:
-        first = int((magnitude >= least).argmax()) + offset // magnitude.itemsize
-        raise CheckpointError(
-            f"tensor {entry.name!r} of {file.path} is NaN or infinite at value {first} of "
-            f"{(entry.end - entry.start) // magnitude.itemsize}"
-        )
-    return largest
+    return int(magnitude.max())
 
 
-def _odd(entry: TensorEntry, largest: int) -> str | None:
-    if entry.dtype in FINITE and largest == 0 and len(entry.shape) > 1:
+def _not_finite(
+    reader: CheckpointReader, name: str, scratch: Bytes, offset: int
+) -> CheckpointError:
+    tensor = reader.tensors[name]
+    bits, _, least = FINITE[tensor.dtype]
+    magnitude = scratch.view(bits)
+    first = int((magnitude >= least).argmax()) + offset // magnitude.itemsize
+    return CheckpointError(
+        f"tensor {name!r} of {reader.directory / reader.where(name)} is NaN or infinite at value "
+        f"{first} of {tensor.nbytes // magnitude.itemsize}"
+    )
+
+
+def _odd(tensor: TensorShape, largest: int) -> str | None:
+    if tensor.dtype in FINITE and largest == 0 and len(tensor.shape) > 1:
         return "holds nothing but zeros"
-    if largest >= HUGE.get(entry.dtype, largest + 1):
+    if largest >= HUGE.get(tensor.dtype, largest + 1):
         return "holds values beyond 1e30"
     return None

@@ -16,14 +16,14 @@ from lockstep.checkpoint.manifest import (
     INDEX,
     MANIFEST,
     PROBE,
-    WEIGHTS,
     Manifest,
     check_stable,
     mark_stable,
     write_manifest,
 )
+from lockstep.checkpoint.open import open_checkpoint
 from lockstep.checkpoint.probe import Probe
-from lockstep.checkpoint.safetensors_file import TensorFile
+from lockstep.checkpoint.reader import CheckpointReader, TensorShape
 from lockstep.checkpoint.sources import check_links, resolve
 from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD, check_names, tied_head_differs
 from lockstep.checkpoint.tensor_scan import digests
@@ -39,25 +39,6 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-
-
-@dataclass(frozen=True, slots=True)
-class TensorShape:
-    """Shape and dtype of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def kind(self) -> str:
-        """Kind of dtype; dtypes of one kind are interchangeable because workers choose their
-        precision.
-        """
-        return "float" if self.dtype in FLOATS else self.dtype
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +53,11 @@ class ModelSignature:
         """Build the signature from the headers of a checkpoint. Raises CheckpointError if
         incomplete.
         """
-        return cls._of(path, _files(path))
+        return cls._of(open_checkpoint(path))
 
     @classmethod
-    def _of(cls, path: Path, files: Sequence[TensorFile]) -> ModelSignature:
-        tensors: dict[str, TensorShape] = {}
-        for file in files:
-            for entry in file.entries:
-                if entry.name in tensors:
-                    raise CheckpointError(f"tensor {entry.name!r} is in {path} twice")
-                tensors[entry.name] = TensorShape(entry.shape, entry.dtype)
+    def _of(cls, reader: CheckpointReader) -> ModelSignature:
+        path, tensors = reader.directory, reader.tensors
         if not tensors:
             raise CheckpointError(f"{path} holds no tensors")
         tied = HEAD not in tensors
@@ -147,19 +123,17 @@ class Checkpoint:
         manifest = Manifest.read(path)
         check_stable(path, manifest)
         check_links(path, before, roots)
-        files = _files(path)
+        reader = open_checkpoint(path)
         if manifest is not None:
-            used = {file.path.name for file in files} | ({INDEX, CONFIG, PROBE} & before.keys())
+            used = {file.name for file in reader.files} | ({INDEX, CONFIG, PROBE} & before.keys())
             manifest.check(path, sorted(used), hashes=verify_hashes)
-        signature = ModelSignature._of(path, files)
+        signature = ModelSignature._of(reader)
         if like is not None:
             like.check(signature, path)
         probe = Probe.beside(path)
         _check_vocabulary(probe, signature, path)
-        contents: dict[str, str] = {}
         odd: list[str] = []
-        for file in files:
-            contents |= digests(file, odd)
+        contents = digests(reader, odd)
         if manifest is not None and manifest.tensors and contents != manifest.tensors:
             raise CheckpointError(
                 f"{path} does not hold what was written: its contents differ from "
@@ -171,43 +145,12 @@ class Checkpoint:
         return cls(
             path=path,
             signature=signature,
-            nbytes=sum(entry.end - entry.start for file in files for entry in file.entries),
+            nbytes=sum(tensor.nbytes for tensor in reader.tensors.values()),
             digest=combined(contents),
             tensors=MappingProxyType(contents),
             probe=probe,
             warnings=tuple(odd),
         )
-
-
-def _files(path: Path) -> list[TensorFile]:
-    """Return the headers of all weight files. Raises CheckpointError unless all exist."""
-    index = path / INDEX
-    if not (index.exists() or index.is_symlink()):
-        shards = sorted(path.glob("model-*.safetensors"))
-        if shards:
-            raise CheckpointError(f"{path} has {shards[0].name} but no {INDEX}: not complete")
-        return [TensorFile.read(path / WEIGHTS)]
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{index} has no weight_map")
-    for name in places.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it")
-    names = sorted(set(places.values()))
-    if WEIGHTS not in names and (path / WEIGHTS).exists():
-        raise CheckpointError(
-            f"{path} has both {WEIGHTS} and an {INDEX} without it: remove one, as loaders do not "
-            "agree on which to take"
-        )
-    files = [TensorFile.read(path / name) for name in names]
-    held = {entry.name: file.path.name for file in files for entry in file.entries}
-    for tensor in sorted(held.keys() | places.keys()):
-        if held.get(tensor) != places.get(tensor):
-            raise CheckpointError(
-                f"tensor {tensor!r} is in {held.get(tensor, 'no file')}, but {index} places it in "
-                f"{places.get(tensor, 'none')}"
-            )
-    return files
 
 
 def _snapshot(path: Path) -> dict[str, tuple[int, int, int]]:

@@ -15,6 +15,7 @@ from lockstep.checkpoint import manifest
 from lockstep.checkpoint.safetensors_file import TensorFile
 from lockstep.checkpoint.tensor_scan import digests
 from lockstep.checkpoint.validate import Checkpoint
+from lockstep.checkpoint.whole_reader import WholeReader
 from lockstep.engine.probe import save_checkpoint
 from lockstep.engine.weights import save
 from lockstep.engine.weights.save import SavedFiles
@@ -54,7 +55,7 @@ def test_a_written_file_is_readable_and_has_the_reported_digests(
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    assert saved.tensors == digests(TensorFile.read(path))
+    assert saved.tensors == digests(WholeReader(tmp_path, [TensorFile.read(path)]))
     record = saved.files["some.safetensors"]
     assert record.size == path.stat().st_size
     assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()

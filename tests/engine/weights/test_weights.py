@@ -86,7 +86,7 @@ def test_a_truncated_file_is_rejected(rig: Rig, tiny: Path, tmp_path: Path, keep
     checkpoints.variant(tiny, tmp_path, seed=1)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="header"):
         rig.core.served.load_weights(tmp_path, "v2")
 
 
@@ -123,7 +123,7 @@ def test_a_missing_shard_is_rejected(rig: Rig, tiny: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_an_invalid_index_is_rejected(rig: Rig, tiny: Path, tmp_path: Path, index: str) -> None:
     (sharded(tiny, tmp_path) / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match="is not a safetensors index"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json|two.safetensors"):
         rig.core.served.load_weights(tmp_path, "v2")
 
 
@@ -141,7 +141,7 @@ def test_an_index_that_points_outside_is_rejected(
 def test_a_tensor_in_two_shards_is_rejected(rig: Rig, tiny: Path, tmp_path: Path) -> None:
     sharded(tiny, tmp_path)
     save_file(checkpoints.tensors_of(tiny), tmp_path / "two.safetensors")
-    with pytest.raises(CheckpointError, match="twice"):
+    with pytest.raises(CheckpointError, match="places it in"):
         rig.core.served.load_weights(tmp_path, "v2")
 
 

@@ -6,18 +6,16 @@ head is the embedding itself, so no update can replace only half of one.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.digest import combined
+from lockstep.checkpoint.open import open_checkpoint
 from lockstep.checkpoint.tensor_names import (
     DERIVED,
     EMBEDDING,
@@ -27,6 +25,7 @@ from lockstep.checkpoint.tensor_names import (
 )
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.weights.packed import PackedTensors
+from lockstep.engine.weights.read import read_tensor
 from lockstep.engine.weights.upload import check_finite, copier
 from lockstep.tokens.errors import CheckpointError
 
@@ -209,18 +208,17 @@ class Weights:
     ) -> Weights:
         """Return the checkpoint in `directory`. Raises CheckpointError unless complete and
         fitting."""
+        reader = open_checkpoint(directory)
         packed = PackedTensors.empty(layout.shapes, device, dtype, joined=device != "cpu")
         missing = set(layout.places)
         tied_head: Tensor | None = None
         with copier(device, packed.whole) as copies:
-            for name, load in _tensors(directory):
+            for name in reader.tensors:
                 if layout.config.tied and name == HEAD:
-                    tied_head = load()
+                    tied_head = read_tensor(reader, name)
                     copies.read(name, tied_head)
                 elif not name.endswith(DERIVED):
-                    if name not in missing and name in layout.places:
-                        raise CheckpointError(f"tensor {name!r} is in {directory} twice")
-                    tensor = load()
+                    tensor = read_tensor(reader, name)
                     place = layout.check(name, tuple(tensor.shape), tensor.dtype)
                     copies.fill(name, place.view(packed[place.packed]), tensor)
                     missing.discard(name)
@@ -269,32 +267,3 @@ class Weights:
         if not fresh:
             raise CheckpointError("an update without tensors changes nothing: name at least one")
         return Weights(self.layout, packed, version)
-
-
-def _files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory")
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return [directory / "model.safetensors"]
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error}") from None
-    if outside:
-        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file beside it")
-    return [directory / name for name in names]
-
-
-def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield name and loader of each tensor. Raises CheckpointError for a broken file."""
-    for path in _files(directory):
-        if not path.exists():
-            raise CheckpointError(f"{path} does not exist: the checkpoint is not complete")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    yield name, partial(file.get_tensor, name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from lockstep.checkpoint.files import read_object
-from lockstep.checkpoint.manifest import INDEX, WEIGHTS, Manifest, check_stable
+from lockstep.checkpoint.open import open_checkpoint
 from lockstep.checkpoint.sources import resolve
 from lockstep.checkpoint.tensor_names import (
     DERIVED,
     EMBEDDING,
     HEAD,
     check_names,
-    listed,
     tied_head_differs,
 )
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.digest import Digester
+from lockstep.engine.weights.read import read_tensor
 from lockstep.engine.weights.shared_memory import read_shared
 from lockstep.protocol.control.worker import JoinGroup, Stage
 from lockstep.tokens.errors import CheckpointError, NotFound
@@ -70,17 +67,14 @@ class Sources:
         self._groups.clear()
 
     def _directory(self, directory: str) -> TensorsRead:
-        path = resolve(directory, self.roots or None, "model_path")
-        check_stable(path, Manifest.read(path))
-        if not (path / INDEX).exists():
-            return _tensors([path / WEIGHTS])
-        places = read_object(path / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise CheckpointError(f"{path / INDEX} has no weight_map")
-        read = _tensors(path / name for name in sorted(set(places.values())))
-        if missing := sorted(places.keys() - read.tensors.keys()):
-            raise CheckpointError(f"{path} lacks {listed(missing)}, which its index names")
-        return read
+        reader = open_checkpoint(resolve(directory, self.roots or None, "model_path"))
+        tensors: dict[str, Any] = {}
+        with Digester() as digester:
+            for name in reader.tensors:
+                # A copy: the reader returns a view of the file, mapped into memory.
+                tensors[name] = read_tensor(reader, name).clone()
+                digester.add(name, tensors[name])
+            return TensorsRead(tensors, digester.digests())
 
 
 def complete_tensors(
@@ -110,18 +104,3 @@ def complete_tensors(
             raise CheckpointError(f"{name!r} holds numbers that are not finite")
     # In the order of the live tensors: vLLM expects all tensors of a module together.
     return {name: tensors.get(name, tensor) for name, tensor in wanted.items()}
-
-
-def _tensors(files: Iterable[Path]) -> TensorsRead:
-    tensors: dict[str, Any] = {}
-    with Digester() as digester:
-        for path in files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118
-                        # A copy: safetensors returns a view of the file, mapped into memory.
-                        tensors[name] = file.get_tensor(name).clone()
-                        digester.add(name, tensors[name])
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from None
-        return TensorsRead(tensors, digester.digests())
