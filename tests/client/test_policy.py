@@ -77,6 +77,20 @@ async def test_scores_say_their_temperature_and_version(policy: lockstep.Policy)
 
 
 @pytest.mark.exact_arithmetic
+async def test_a_sample_that_fills_the_context_is_scored(policy: lockstep.Policy) -> None:
+    (card,) = await policy.models()
+    assert card.max_model_len is not None
+    prompt = [71] * (card.max_model_len - 20)
+    (completion,) = await policy.generate(prompt, max_tokens=64, ignore_eos=True)
+    whole = prompt + completion.token_ids
+    assert (len(whole), completion.finish) == (card.max_model_len, "length")
+    scores = await policy.score(whole)
+    assert scores.logprobs[len(prompt) :] == completion.logprobs
+    with pytest.raises(errors.PromptTooLong):
+        await policy.score([*whole, 5])
+
+
+@pytest.mark.exact_arithmetic
 @pytest.mark.failure_mode("F71")
 async def test_sampled_tokens_score_again_with_every_option_they_were_sampled_with(
     policy: lockstep.Policy,

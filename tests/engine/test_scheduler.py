@@ -83,12 +83,29 @@ def test_a_prompt_without_room_for_one_token_is_rejected_with_both_numbers(tiny:
     rig = Rig(tiny, max_model_len=64)
     with pytest.raises(PromptTooLong, match=r"maximum context length is 64 .* has 64"):
         rig.submit(ids(1, 64))
+    with pytest.raises(PromptTooLong, match=r"has 64"):
+        rig.submit(ids(1, 64), prompt_logprobs=0, max_tokens=2)
     assert rig.idle
     last = rig.generate(ids(1, 63), max_tokens=None)
     assert (len(last.token_ids), last.finish) == (1, "length")
     assert len(rig.core.score(ids(1, 64))) == 63
     with pytest.raises(PromptTooLong, match=r"is 64 .* 65 tokens"):
         rig.core.score(ids(1, 65))
+
+
+@pytest.mark.exact_arithmetic
+@pytest.mark.parametrize("chunk", [16, 128])
+def test_a_prompt_that_fills_the_context_can_be_scored(tiny: Path, chunk: int) -> None:
+    rig = Rig(tiny, max_model_len=64, max_batch_tokens=chunk)
+    prompt = ids(1, 64)
+    shorter = rig.generate(prompt[:63], prompt_logprobs=0, max_tokens=1).prompt_logprobs
+    completion = rig.generate(prompt, prompt_logprobs=0, max_tokens=1)
+    assert completion.prompt_logprobs is not None and shorter is not None
+    assert completion.prompt_logprobs[:63] == shorter
+    scores = [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
+    assert scores == rig.core.score(prompt)
+    with pytest.raises(PromptTooLong, match=r"is 64 .* has 65"):
+        rig.submit(ids(1, 65), prompt_logprobs=0, max_tokens=1)
 
 
 def test_output_stops_at_the_length_of_the_model(tiny: Path) -> None:

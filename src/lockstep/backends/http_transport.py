@@ -50,13 +50,14 @@ class ModelLimits:
             return self._find(model)
 
     async def check_length(self, request: GenerateRequest) -> ModelCard | None:
-        """Return the card of the model. Raises PromptTooLong when the prompt fills the whole
-        context."""
+        """Return the card of the model. Raises PromptTooLong when the prompt leaves no room for a
+        token, unless a Lockstep server only scores it: other engines reject that as well."""
         card = await self.card(request.model)
-        if card is not None and card.max_model_len is not None:
+        if card is not None and (limit := card.max_model_len) is not None:
             length = len(request.prompt_ids)
-            if length >= card.max_model_len:
-                raise PromptTooLong.of(length, card.max_model_len, param="prompt_ids")
+            scored = card.owned_by == "lockstep" and request.sampling.fits(length, limit)
+            if length >= limit and not scored:
+                raise PromptTooLong.of(length, limit, param="prompt_ids")
         return card
 
     @property

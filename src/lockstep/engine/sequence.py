@@ -50,7 +50,7 @@ class EngineRequest:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if ids := getattr(self.sampling, name):
                 check_ids(list(ids), config.vocab_size, name)
-        if len(self.prompt_ids) >= max_len:
+        if not self.sampling.fits(len(self.prompt_ids), max_len):
             raise PromptTooLong.of(len(self.prompt_ids), max_len, param="token_ids")
         start = self.experts_start
         if start is not None and (start < 0 or not config.moe_layers):

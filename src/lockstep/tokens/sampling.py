@@ -84,6 +84,15 @@ class Sampling:
                     param="logit_bias",
                 )
 
+    def fits(self, prompt_len: int, max_len: int) -> bool:
+        """Return whether a context of `max_len` tokens has room for a prompt and its completion.
+
+        A prompt whose logprobs are requested may fill it: the one token sampled after it is never
+        computed further.
+        """
+        scores = self.prompt_logprobs is not None and self.max_tokens == 1
+        return prompt_len < max_len or (scores and prompt_len == max_len)
+
     def shaping(self, eos_ids: tuple[int, ...] = ()) -> Shaping | None:
         """Return the options besides the temperature that shape the distribution, given end tokens.
 

@@ -241,6 +241,11 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert error["request_id"]
 
 
+async def test_a_prompt_that_fills_the_context_is_scored(client: Client) -> None:
+    body = await client.complete(prompt=[71] * 1024, max_tokens=0, echo=True, logprobs=0)
+    assert len(body["choices"][0]["logprobs"]["token_logprobs"]) == 1024
+
+
 @pytest.mark.failure_mode("F18")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_s_rejection_has_its_status_in_streams_too(
