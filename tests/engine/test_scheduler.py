@@ -100,7 +100,8 @@ def test_a_prompt_that_fills_the_context_can_be_scored(tiny: Path, chunk: int) -
     prompt = ids(1, 64)
     shorter = rig.generate(prompt[:63], prompt_logprobs=0, max_tokens=1).prompt_logprobs
     completion = rig.generate(prompt, prompt_logprobs=0, max_tokens=1)
-    assert completion.prompt_logprobs is not None and shorter is not None
+    assert completion.prompt_logprobs is not None
+    assert shorter is not None
     assert completion.prompt_logprobs[:63] == shorter
     scores = [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
     assert scores == rig.core.score(prompt)

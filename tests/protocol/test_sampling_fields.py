@@ -139,7 +139,13 @@ def test_every_spelling_of_structured_output_is_one_grammar(
          "structured_outputs.json_object"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+         "structured_outputs.regex"),
+        ({"structured_outputs": {"json": True, "disable_any_whitespace": True}},
+         "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True,
+                                 "whitespace_pattern": " "}},
          "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
         ({"guided_json": 5}, "guided_json"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -153,6 +159,27 @@ def test_structured_output_that_makes_no_sense_is_refused_by_name(
     with pytest.raises(BadRequest) as refused:
         body.sampling()
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [({"whitespace_pattern": " "}, {"whitespace_flexible": True, "whitespace_pattern": " "}),
+     ({"disable_any_whitespace": True}, {"whitespace_flexible": False})],
+)  # fmt: skip
+def test_whitespace_of_json_is_part_of_the_schema_and_rejected_where_it_would_be_ignored(
+    options: dict[str, Any], compiled: dict[str, Any]
+) -> None:
+    fields = {"structured_outputs": {"json": SCHEMA, **options}}
+    body = decode_completion(json.dumps({"prompt": [5], **fields}).encode())
+    grammar = body.sampling().grammar
+    assert grammar is not None
+    assert json.loads(grammar.text) == {**SCHEMA, "x-guidance": compiled}
+    request = GenerateRequest(prompt_ids=[5], sampling=Sampling(grammar=grammar))
+    assert decode_request(vllm.encode_lockstep(request)).sampling().grammar == grammar
+    for dialect in ("vllm", "sglang"):
+        with pytest.raises(UnsupportedField, match="whitespace_pattern") as refused:
+            encode(dialect, grammar=grammar)
+        assert refused.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize("stop", ["", ["END", ""]])

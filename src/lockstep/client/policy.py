@@ -160,8 +160,8 @@ class Policy:
         raises BadLogprob, or is -inf with `allow_nonfinite`.
 
         Raises Conflict if a temperature other than 1 is requested from a server that reports raw
-        logprobs, BadRequest for a single token, and PromptTooLong if the context cannot hold the tokens; on
-        engines other than Lockstep's, it needs room for one more.
+        logprobs, BadRequest for a single token, and PromptTooLong if the context cannot hold the
+        tokens. Engines other than Lockstep's need room for one more.
         """
         if len(token_ids) < 2:
             raise BadRequest(

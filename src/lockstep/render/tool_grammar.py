@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from lockstep.protocol.common.structured_outputs import with_whitespace
 from lockstep.render.messages import Plain
 from lockstep.render.renderer import Renderer
 from lockstep.render.thought import format_of, tagged
@@ -54,11 +55,13 @@ def tool_grammar(
     *,
     parallel: bool,
     content: Grammar | None = None,
+    whitespace: Json | None = None,
 ) -> Grammar | None:
     """Return the grammar of a turn with these tools; `content` if no call is required.
 
     `choice` is OpenAI's tool_choice, with valid names. `content` is the grammar of turns without a
-    call. Raises UnsupportedField for a format without a grammar.
+    call; `whitespace` is that of JSON arguments. Raises UnsupportedField for a format without a
+    grammar.
     """
     demanded = choice == "required" or isinstance(choice, dict)
     if not tools or choice == "none" or not (demanded or content is not None or not parallel):
@@ -75,6 +78,8 @@ def tool_grammar(
     if isinstance(choice, dict):
         named = choice["function"]["name"]
         tools = [tool for tool in tools if tool["function"]["name"] == named]
+    if whitespace:
+        tools = [_spaced(tool, whitespace) for tool in tools]
     single = isinstance(choice, dict) or not parallel or form.separator is None
     if demanded:
         format_ = _calls(form, tools, single)
@@ -189,6 +194,12 @@ def _at_most_one(form: ToolFormat, tools: Sequence[Json]) -> Json:
         "at_least_one": False,
         "stop_after_first": True,
     }
+
+
+def _spaced(tool: Json, whitespace: Json) -> Json:
+    function = tool["function"]
+    schema = with_whitespace(function.get("parameters") or {"type": "object"}, whitespace)
+    return {**tool, "function": {**function, "parameters": schema}}
 
 
 def _tag(form: ToolFormat, tool: Json, opening: str = "", closing: str = "") -> Json:

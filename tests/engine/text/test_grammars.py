@@ -81,6 +81,44 @@ def test_json_fits_its_schema_whatever_is_drawn(rig: Rig, seed: int) -> None:
     assert len(value["name"]) <= 6
 
 
+@pytest.mark.failure_mode("F67")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["json", "structural_tag"])
+@pytest.mark.parametrize("form", [True, {"type": "array", "items": {"enum": [1, 2]}}])
+def test_whitespace_in_json_is_a_space_or_a_line_break_with_indentation(
+    rig: Rig, form: Any, kind: str, seed: int
+) -> None:
+    schema = {"type": "object", "properties": {"a": form}, "required": ["a"]}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    grammar = Grammar("json", json.dumps(schema))
+    if kind == "structural_tag":
+        grammar = Grammar("structural_tag", json.dumps(tag))
+    # The model is pushed to write whitespace wherever it may.
+    spaces = {t: 60.0 for t in range(rig.core.config.vocab_size)
+              if (text := rig.core.vocabulary.text(t)) and not text.strip(b" \n\t")}  # fmt: skip
+    text = text_of(rig, held(rig, grammar, seed=seed, logit_bias=spaces, max_tokens=60))
+    outside = re.sub(r'"([^"\\]|\\.)*("|$)', "", text)
+    runs = re.findall(r"\s+", outside)
+    assert runs
+    assert all(re.fullmatch(r" |\n[ \t]{0,20}", run) for run in runs), runs
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"whitespace_flexible": False}, r"\[[12,]+\]?"),
+     ({"whitespace_pattern": r"[ \n\t]{0,90}"}, r"\[ {60,}.*")],
+)  # fmt: skip
+def test_a_schema_may_set_its_own_whitespace(
+    rig: Rig, options: dict[str, Any], expected: str
+) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "x-guidance": options}
+    spaces = {t: 90.0 for t in range(rig.core.config.vocab_size)
+              if rig.core.vocabulary.text(t) == b" "}  # fmt: skip
+    grammar = Grammar("json", json.dumps(schema))
+    text = text_of(rig, held(rig, grammar, logit_bias=spaces, max_tokens=80))
+    assert re.fullmatch(expected, text, re.DOTALL), text
+
+
 def test_other_kinds_of_grammars_are_followed(rig: Rig) -> None:
     assert re.fullmatch("[a-f]{3}-[0-9]{2}", text_of(rig, held(rig, GRAMMARS[1])))
     assert text_of(rig, held(rig, GRAMMARS[2])) in ("yes", "no", "perhaps")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
 import pytest
 
+from lockstep.render import Renderer
 from tests.gateway.chat.chat_server import SUM, TOOL, Served
 
 OTHER = {
@@ -92,6 +94,20 @@ async def test_without_parallel_calls_there_is_at_most_one(served: Served) -> No
     for seed in range(6):
         choice = await chosen(served, tools=[TOOL], parallel_tool_calls=False, seed=seed)
         assert len(choice["message"].get("tool_calls") or ()) <= 1
+
+
+async def test_the_whitespace_of_arguments_can_be_set(served: Served) -> None:
+    body: dict[str, Any] = {"tools": [OTHER], "tool_choice": "required", "return_token_ids": True}
+    padded = {"whitespace_pattern": " {9}"}
+    choice = await chosen(served, **body, structured_outputs=padded)
+    text = Renderer.load("tiny").decode(choice["token_ids"])
+    assert '"loud":' + " " * 9 in text
+    compact = {"disable_any_whitespace": True}
+    choice = await chosen(served, **body, structured_outputs=compact)
+    text = Renderer.load("tiny").decode(choice["token_ids"])
+    assert re.search(r'\{"loud":(true|false)\}', text)
+    error = await served.refusal(messages=SUM, structured_outputs=compact)
+    assert error["param"] == "structured_outputs"
 
 
 async def test_none_leaves_calls_as_text(served: Served) -> None:

@@ -29,8 +29,10 @@ STATE = struct.Struct("<IBI")
 """State of a matcher after a step: its number, flags, and bytes of the mask or error behind it."""
 STOPPED, ACCEPTING, FAILED = 1, 2, 4
 
-JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,20}"}
-"""Limits of whitespace in JSON. Without them a model may emit spaces until max_tokens."""
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,20})?"}
+"""Whitespace between the tokens of JSON: a space, or a line break and indentation.
+
+With more, a model may emit whitespace until max_tokens. A schema sets its own as `x-guidance`."""
 
 
 class Limits(msgspec.Struct):
@@ -198,7 +200,7 @@ def _serve(conn: socket.socket, tokenizer: Any, budget: _CpuBudget) -> None:
     try:
         compiled = LLMatcher(tokenizer, _grammar(source), log_level=0)
         error = compiled.get_error() if compiled.is_error() else ""
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         error = f"the schema is no JSON: {failure}"
     budget.end_compile()
     write_message(conn, error.encode())
@@ -225,7 +227,10 @@ def _grammar(source: GrammarSource) -> str:
 
     match source.kind:
         case "json":
-            return str(LLMatcher.grammar_from_json_schema(source.text, defaults=JSON_OPTIONS))
+            schema = msgspec.json.decode(source.text)
+            own = isinstance(schema, dict) and "x-guidance" in schema
+            defaults = None if own else JSON_OPTIONS  # they would be mixed with the schema's own
+            return str(LLMatcher.grammar_from_json_schema(source.text, defaults=defaults))
         case "regex":
             return str(LLMatcher.grammar_from_regex(source.text))
         case _:

@@ -49,7 +49,7 @@ class TagGrammar:
             case "const_string":
                 return self._literal(form["value"])
             case "json_schema":
-                schema = form["json_schema"]
+                schema = {} if form["json_schema"] is True else form["json_schema"]
                 if isinstance(schema, dict):
                     schema = {"x-guidance": JSON_OPTIONS, **schema}
                 return f"%json {json.dumps(schema)}"

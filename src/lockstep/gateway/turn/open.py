@@ -192,12 +192,14 @@ def _grammar(
     chat: ChatRequest, sampling: Sampling, prompt_ids: Sequence[int], renderer: Renderer
 ) -> Grammar | None:
     """Return the grammar of the whole reply: its content, its tool calls and its thinking."""
+    outputs = chat.structured_outputs
     grammar = tool_grammar(
         renderer,
         chat.tools,
         chat.tool_choice,
         parallel=chat.parallel_tool_calls is not False,
         content=sampling.grammar,
+        whitespace=None if outputs is None else outputs.whitespace,
     )
     if grammar is None:
         return None

@@ -11,6 +11,9 @@ from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.grammar import Grammar, GrammarKind
 
 FIELD = "structured_outputs"
+COMPILER_OPTIONS = "x-guidance"
+"""Key of a JSON schema for llguidance's own options."""
+Json = dict[str, Any]
 KINDS: tuple[GrammarKind, ...] = (
     "json", "json_object", "regex", "choice", "grammar", "structural_tag",
 )  # fmt: skip
@@ -27,7 +30,7 @@ GRAMMAR_FIELDS = (FIELD, *GUIDED)
 class StructuredOutputs(
     msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """vLLM's `structured_outputs`: one kind of grammar. The last block is refused if it is set."""
+    """vLLM's `structured_outputs`: one kind of grammar, and the whitespace of JSON."""
 
     json: Any = None
     regex: str | None = None
@@ -37,8 +40,8 @@ class StructuredOutputs(
     structural_tag: Any = None
 
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
 
     @classmethod
     def of(cls, grammar: Grammar) -> StructuredOutputs:
@@ -49,23 +52,30 @@ class StructuredOutputs(
         }
         return cls(**{grammar.kind: values.get(grammar.kind, grammar.text)})
 
+    @property
+    def whitespace(self) -> Json | None:
+        """Options of llguidance for the whitespace in JSON; None for its default."""
+        if self.whitespace_pattern is not None:
+            return {"whitespace_flexible": True, "whitespace_pattern": self.whitespace_pattern}
+        return {"whitespace_flexible": False} if self.disable_any_whitespace else None
+
 
 def read_grammar(body: Any, prefix: str = "") -> Grammar | None:
     """The grammar that a body demands, in whatever field; None for free text.
 
-    `prefix` is where the fields stand, for errors. Raises BadRequest when there are several, or
-    when one makes no sense, and UnsupportedField for options that would be ignored.
+    `prefix` is the path of the fields, for errors. Raises BadRequest for several grammars or an
+    invalid one, and UnsupportedField for options that would be ignored.
     """
     grammars: dict[str, Grammar] = {}
     if (outputs := body.structured_outputs) is not None:
-        _refuse_options(outputs, prefix)
+        _check_options(outputs, prefix)
         for kind in KINDS:
             value = getattr(outputs, kind)
             if value is not None and value is not False:
-                grammars[f"{prefix}{FIELD}.{kind}"] = _grammar(
-                    kind, value, f"{prefix}{FIELD}.{kind}"
-                )
-        if not grammars:
+                field = f"{prefix}{FIELD}.{kind}"
+                grammars[field] = _spaced(_grammar(kind, value, field), outputs, field)
+        # Tool calls take the whitespace as well.
+        if not grammars and not (outputs.whitespace and getattr(body, "tools", None)):
             raise BadRequest(
                 f"{prefix}{FIELD} names no grammar: expected one of {', '.join(KINDS)}",
                 param=f"{prefix}{FIELD}",
@@ -84,13 +94,39 @@ def read_grammar(body: Any, prefix: str = "") -> Grammar | None:
     return next(iter(grammars.values()), None)
 
 
-def _refuse_options(outputs: StructuredOutputs, prefix: str) -> None:
-    for field in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-        if getattr(outputs, field):
-            raise UnsupportedField(
-                f"{prefix}{FIELD}.{field} is not supported by this engine: leave it out",
-                param=f"{prefix}{FIELD}.{field}",
-            )
+def with_whitespace(schema: Json, whitespace: Json | None) -> Json:
+    """Return a JSON schema with these options for the whitespace; see `StructuredOutputs`."""
+    return {**schema, COMPILER_OPTIONS: whitespace} if whitespace else schema
+
+
+def _spaced(grammar: Grammar, outputs: StructuredOutputs, field: str) -> Grammar:
+    """Return the grammar with the whitespace that the body sets, if it does."""
+    if (whitespace := outputs.whitespace) is None:
+        return grammar
+    if grammar.kind not in ("json", "json_object"):
+        raise BadRequest(
+            f"disable_any_whitespace and whitespace_pattern are of JSON: {field} has none",
+            param=field,
+        )
+    try:
+        schema = msgspec.json.decode(grammar.text or b'{"type": "object"}', type=Json)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(f"{field} is no JSON object: {error}", param=field) from None
+    return Grammar("json", msgspec.json.encode(with_whitespace(schema, whitespace)).decode())
+
+
+def _check_options(outputs: StructuredOutputs, prefix: str) -> None:
+    if outputs.disable_additional_properties:
+        raise UnsupportedField(
+            f"{prefix}{FIELD}.disable_additional_properties is not supported by this engine: set "
+            "additionalProperties in the schema",
+            param=f"{prefix}{FIELD}.disable_additional_properties",
+        )
+    if outputs.disable_any_whitespace and outputs.whitespace_pattern is not None:
+        raise BadRequest(
+            f"{prefix}{FIELD}: disable_any_whitespace and whitespace_pattern exclude each other",
+            param=f"{prefix}{FIELD}.whitespace_pattern",
+        )
 
 
 def _grammar(kind: GrammarKind, value: Any, field: str) -> Grammar:

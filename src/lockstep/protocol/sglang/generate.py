@@ -26,7 +26,7 @@ from lockstep.protocol.common.routed_experts import EncodedExperts, decoded_size
 from lockstep.protocol.common.sampling_fields import write_sampling
 from lockstep.protocol.json.base64_extract import ExtractedBody, extract_base64
 from lockstep.protocol.json.lazy_ids import as_list
-from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_versions
+from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_versions, refuse_whitespace
 from lockstep.tokens import Completion, LogprobMode, PromptLogprob, Ranked, RoutedExperts
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
@@ -90,6 +90,7 @@ def encode_sglang(
     sampling = request.sampling
     refuse_versions(request, "SGLang")
     refuse_mode(request, mode)
+    refuse_whitespace(request, "SGLang")
     refused = {
         "n": sampling.n != 1,
         "stop": bool(sampling.stop),

@@ -8,7 +8,7 @@ import msgspec
 
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, OPTIONS, write_sampling
-from lockstep.protocol.common.structured_outputs import StructuredOutputs
+from lockstep.protocol.common.structured_outputs import COMPILER_OPTIONS, StructuredOutputs
 from lockstep.protocol.json.lazy_ids import as_json
 from lockstep.protocol.vllm.generate_request import RelayedBody, SamplingParams
 from lockstep.tokens import LogprobMode
@@ -34,6 +34,7 @@ def encode_vllm(request: GenerateRequest, *, mode: LogprobMode, stream: bool = F
     refuse_versions(request, "a plain vLLM server")
     refuse_mode(request, mode)
     refuse_scoring(request, "vLLM")
+    refuse_whitespace(request, "vLLM")
     params = sampling_params(request)
     if request.sampling.logprobs:
         # vLLM counts the sampled token among the k it lists, so request one more.
@@ -143,6 +144,17 @@ def refuse_scoring(request: GenerateRequest, server: str) -> None:
             f"prompt logprobs of {server} are raw whatever its mode; score at temperature 1 "
             "without other options, or use a Lockstep server",
             param=field,
+        )
+
+
+def refuse_whitespace(request: GenerateRequest, server: str) -> None:
+    """Raise UnsupportedField for a grammar with its own whitespace, which this server ignores."""
+    grammar = request.sampling.grammar
+    if grammar is not None and f'"{COMPILER_OPTIONS}"' in grammar.text:
+        raise UnsupportedField(
+            f"the whitespace of JSON ({COMPILER_OPTIONS}) cannot be set per request on {server}: "
+            "leave out disable_any_whitespace and whitespace_pattern, or use a Lockstep worker",
+            param="structured_outputs",
         )
 
 
