@@ -115,7 +115,7 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     `what`.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_names)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not sound JSON: {error}") from None
     if not isinstance(value, dict):
@@ -123,7 +123,8 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a JSON decoder. Raises ValueError for a name that is there twice."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]

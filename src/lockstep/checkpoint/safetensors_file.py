@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint.files import file_size, parse_object, write_whole
+from lockstep.checkpoint.files import file_size, unique_names, write_whole
 from lockstep.tokens.errors import CheckpointError
 
-LARGEST_HEADER = 100_000_000
+LARGEST_HEADER = 32 << 20
+MOST_TENSORS = 100_000
+"""Tensors of one file."""
 SIZES: Mapping[str, int] = MappingProxyType(
     {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8}
     | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
@@ -29,6 +32,7 @@ SIZES: Mapping[str, int] = MappingProxyType(
 """Bytes per value, by the format's dtype name."""
 ARRAYS: Mapping[str, str] = MappingProxyType({"I64": "<i8", "F64": "<f8", "F32": "<f4"})
 """Dtypes that `array` and `write` support."""
+DECODER = json.JSONDecoder(object_pairs_hook=unique_names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,20 @@ class TensorFile:
                 text = file.read(length)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        raw = parse_object(text, f"the header of {path}")
-        metadata = _metadata(raw.pop("__metadata__", {}), path)
-        entries = sorted(
-            (_entry(name, value, 8 + length, path) for name, value in raw.items()),
-            key=lambda entry: (entry.start, entry.end),
-        )
+        by_name: dict[str, TensorEntry] = {}
+        metadata: dict[str, str] | None = None
+        for name, value in _header_items(text, path):
+            if name in by_name or (name == "__metadata__" and metadata is not None):
+                raise CheckpointError(f"{name!r} is twice in the header of {path}")
+            if name == "__metadata__":
+                metadata = _metadata(value, path)
+                continue
+            if len(by_name) == MOST_TENSORS:
+                raise CheckpointError(
+                    f"{path} has more than {MOST_TENSORS} tensors: use more files"
+                )
+            by_name[name] = _entry(name, value, 8 + length, path)
+        entries = sorted(by_name.values(), key=lambda entry: (entry.start, entry.end))
         at = 8 + length
         for entry in entries:
             if entry.start != at:
@@ -88,7 +100,7 @@ class TensorFile:
             raise CheckpointError(
                 f"{path} has {size} bytes, but its header describes {at}: the file is {more}"
             )
-        return cls(path, size, tuple(entries), MappingProxyType(metadata))
+        return cls(path, size, tuple(entries), MappingProxyType(metadata or {}))
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return one small tensor. Raises CheckpointError if missing, changed or of a wrong dtype.
@@ -129,6 +141,39 @@ def write(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # readers that map the file need aligned tensors
     write_whole(path, b"".join([struct.pack("<Q", len(text)), text, *parts]))
+
+
+def _header_items(text: bytes, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a header, one at a time.
+
+    `json.loads` of a large header would keep the interpreter for a second, and with it the event
+    loop of the process.
+    """
+    try:
+        header = text.decode("utf-8")
+        at = _skip(header, 0, "{")
+        more = header[at : at + 1] != "}"
+        while more:
+            name, at = DECODER.raw_decode(header, at)
+            if not isinstance(name, str):
+                raise ValueError(f"{name!r} is not a name")
+            value, at = DECODER.raw_decode(header, _skip(header, at, ":"))
+            yield name, value
+            at = _skip(header, at)
+            more = header[at : at + 1] == ","
+            at = _skip(header, at, ",") if more else at
+        if _skip(header, at, "}") != len(header):
+            raise ValueError("there is more behind the object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the header of {path} is not sound JSON: {error}") from None
+
+
+def _skip(text: str, at: int, mark: str = "") -> int:
+    """Return the position behind `mark` and the white space around it. Raises ValueError."""
+    found = re.compile(rf"[ \t\n\r]*{re.escape(mark)}[ \t\n\r]*").match(text, at)
+    if found is None:
+        raise ValueError(f"expected {mark!r} at character {at}")
+    return found.end()
 
 
 def _metadata(raw: Any, path: Path) -> dict[str, str]:
