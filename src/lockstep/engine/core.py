@@ -424,7 +424,7 @@ class Core:
             return
         matcher, grammar = sequence.matcher, sequence.request.sampling.grammar
         if matcher is not None and grammar is not None and matcher.process.error:
-            self._fail(handle, self.grammars.reject(grammar, matcher.process.error))
+            self._fail(handle, self.grammars.reject(grammar, matcher.process))
         elif matcher is not None and matcher.error:
             self._fail(
                 handle,

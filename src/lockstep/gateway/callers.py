@@ -11,7 +11,11 @@ from typing import Any
 from starlette.requests import Request
 
 from lockstep.http.handlers import CALLER
-from lockstep.protocol.common.request_id import check_request_id, is_request_id
+from lockstep.protocol.common.request_id import (
+    TENANT_HEADER,
+    check_request_id,
+    is_request_id,
+)
 from lockstep.storage.api_keys import DEFAULT_TENANT
 from lockstep.tokens.errors import BadRequest, NotFound
 
@@ -30,6 +34,7 @@ class Caller:
     `session` is the full name of the only session that a minted key may use. `scope` and
     `cache_scope` are secret: with another tenant's, a caller could name its requests or prompts.
     Both are empty for the default tenant, whose ids and salts reach the workers unchanged.
+    `share` stands for the tenant in requests to workers, which bound what each tenant uses.
     """
 
     tenant: str = DEFAULT_TENANT
@@ -37,6 +42,7 @@ class Caller:
     session: str | None = None
     scope: str = ""
     cache_scope: str = ""
+    share: str = ""
 
     def __str__(self) -> str:
         return self.key_id or "none"
@@ -65,6 +71,13 @@ class Caller:
         scoped = f"{name}{SEPARATOR}{self.scope}"
         return scoped if is_request_id(scoped) else f"{_hash(name)}{SEPARATOR}{self.scope}"
 
+    def headers(self, request_id: str) -> dict[str, str]:
+        """Return the headers of a request to a worker: its id there, and whose share it uses."""
+        headers = {"X-Request-Id": request_id}
+        if self.share:
+            headers[TENANT_HEADER] = self.share
+        return headers
+
     def cache_salt(self, salt: str | None) -> str | None:
         """Return the salt that keeps cached prompts of this caller apart from other tenants'."""
         if not self.cache_scope:
@@ -87,8 +100,9 @@ class Scopes:
         if tenant == DEFAULT_TENANT:
             return Caller(tenant, key_id)
         return Caller(
-            tenant, key_id, None, self._scope("requests", tenant), self._scope("cache", tenant)
-        )
+            tenant, key_id, None, self._scope("requests", tenant), self._scope("cache", tenant),
+            self._share(tenant),
+        )  # fmt: skip
 
     def of_session(self, name: str, key_id: str, cache_salt: str | None) -> Caller:
         """Return the caller with the key of one session.
@@ -99,8 +113,9 @@ class Scopes:
         tenant = tenant_of(name)
         shared = ("session", name) if cache_salt is None else ("group", tenant, cache_salt)
         return Caller(
-            tenant, key_id, name, self._scope("session", name), self._scope("cache", *shared)
-        )
+            tenant, key_id, name, self._scope("session", name), self._scope("cache", *shared),
+            self._share(tenant),
+        )  # fmt: skip
 
     def key_name(self, key: str) -> str:
         """Return a short name for a key that has none.
@@ -108,6 +123,9 @@ class Scopes:
         The hash is keyed: a plain hash of a weak key, seen in a log, would help to guess it.
         """
         return "key-" + self._scope("key", key)[:8]
+
+    def _share(self, tenant: str) -> str:
+        return "" if tenant == DEFAULT_TENANT else self._scope("share", tenant)
 
     def _scope(self, *parts: str) -> str:
         return blake2b("\0".join(parts).encode(), key=self._secret, digest_size=8).hexdigest()

@@ -22,7 +22,7 @@ from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, json_respons
 from lockstep.http.http_request import read_body, unless_gone
 from lockstep.http.off_loop import is_large_response, off_loop
 from lockstep.protocol.common.model_card import ModelCard, ModelList
-from lockstep.protocol.common.request_id import check_request_id, scope_of
+from lockstep.protocol.common.request_id import TENANT_HEADER, check_request_id
 from lockstep.protocol.json.strict import LIMITS, RequestLimits
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
@@ -95,7 +95,8 @@ class DataPlane:
             http.state.request_id = engine_request_id(body.request_id)
         if self.draining:
             raise Unavailable("this worker is shutting down: send the request to another one")
-        request = self._request(body, http.state.request_id)
+        tenant = http.headers.get(TENANT_HEADER, "")
+        request = self._request(body, http.state.request_id, tenant)
         if tracing.active is not None:
             tracing.active.generation(body.model or self.model, request.sampling)
         if body.stream:
@@ -140,7 +141,9 @@ class DataPlane:
         if body.include_usage:
             yield sse.event(stream.usage())
 
-    def _request(self, body: GenerateBody, request_id: str) -> embedded.EngineRequest:
+    def _request(
+        self, body: GenerateBody, request_id: str, tenant: str = ""
+    ) -> embedded.EngineRequest:
         return embedded.EngineRequest(
             prompt_ids=body.token_ids,
             sampling=body.sampling(),
@@ -152,7 +155,7 @@ class DataPlane:
             weight_version=body.weight_version,
             min_weight_version=body.min_weight_version,
             skip_prefix_cache=bool(body.sampling_params.skip_reading_prefix_cache),
-            tenant=scope_of(request_id),
+            tenant=tenant,
         )
 
     def _experts_start(self, body: GenerateBody) -> int | None:

@@ -11,9 +11,10 @@ from time import monotonic
 import pytest
 
 from lockstep.engine.text.grammar_process import LIMITS
+from lockstep.engine.text.grammar_server import CROWDED
 from lockstep.engine.text.grammars import Grammars
 from lockstep.engine.text.vocabulary import Vocabulary
-from lockstep.tokens.errors import BadRequest, EngineFailure, GrammarLimit
+from lockstep.tokens.errors import BadRequest, Busy, EngineFailure, GrammarLimit
 from lockstep.tokens.grammar import Grammar
 from tests.engine.rig import Rig, ids
 
@@ -80,6 +81,32 @@ def test_a_compilation_beyond_its_memory_is_rejected_with_the_limit(rig: Rig) ->
     grammars = limited(rig, memory_bytes=24 << 20, compile_seconds=60.0)
     with pytest.raises(GrammarLimit, match="memory"):
         grammars.compile(INTERSECTION)
+
+
+def test_all_processes_together_are_bounded_and_the_largest_one_ends(rig: Rig) -> None:
+    rig.core.grammars = grammars = limited(rig, total_bytes=48 << 20, compile_seconds=120.0)
+    small = rig.submit(ids(52, 25), grammar=WORD, max_tokens=3)
+    with pytest.raises(Busy, match="together need more memory than 48 MiB"):
+        grammars.compile(INTERSECTION)
+    rig.run()
+    assert len(small.one.token_ids) == 3
+    with pytest.raises(Busy):  # not remembered: later there may be room for it
+        grammars.compile(INTERSECTION)
+
+
+def test_a_grammar_that_had_to_make_room_fails_its_requests_only(rig: Rig) -> None:
+    rig.core.grammars = grammars = limited(rig)
+    grammar = Grammar("regex", "[b-z]{200}")
+    victim = rig.submit(ids(51, 25), grammar=grammar, max_tokens=100)
+    other = rig.submit(ids(52, 25), grammar=WORD, max_tokens=3)
+    rig.run(2)
+    os.kill(grammars._compiled[grammar]._pid, CROWDED)
+    rig.run()
+    assert isinstance(victim.error, Busy)
+    assert len(other.one.token_ids) == 3
+    again = rig.submit(ids(51, 25), grammar=grammar, max_tokens=300)
+    rig.run()
+    assert again.one.finish == "stop"
 
 
 def test_a_process_that_ends_in_mid_generation_fails_its_own_requests_only(rig: Rig) -> None:

@@ -21,16 +21,18 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.text import grammar_server as wire
-from lockstep.tokens.errors import BadRequest, EngineFailure, GrammarLimit
+from lockstep.tokens.errors import BadRequest, Busy, EngineFailure, GrammarLimit
 
 LIMITS = wire.Limits(
     compile_seconds=10.0,
     step_seconds=2.0,
     refill_seconds=0.01,
     memory_bytes=512 << 20,
+    total_bytes=2 << 30,
     stack_bytes=64 << 20,
 )
-"""Limits of one grammar process. A usual step takes 0.1 ms, a usual compilation 10 ms."""
+"""Limits of grammar processes. A usual step takes 0.1 ms, a usual compilation 10 ms, and a usual
+process 5 MiB."""
 PATIENCE_SECONDS = 120.0
 """Longest wait for a process that uses no CPU, for example because the machine is overloaded."""
 MOST_PENDING = 64
@@ -53,7 +55,8 @@ class GrammarServer:
     def compile(self, source: wire.GrammarSource) -> GrammarProcess:
         """Return a process that holds the compiled grammar.
 
-        Raises BadRequest for an invalid grammar, GrammarLimit for one that exceeds a limit.
+        Raises BadRequest for an invalid grammar, GrammarLimit for one that exceeds a limit, and
+        Busy when all grammars together need too much memory.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -70,11 +73,19 @@ class GrammarServer:
             raise
         return process
 
-    def why_ended(self, pid: int) -> str:
-        """Return the limit that a process has exceeded. Ends it if it still runs."""
-        status = self._command(b"s", pid)
+    def status(self, pid: int) -> int:
+        """Return the wait status of a process. Ends it if it still runs."""
+        return self._command(b"s", pid)
+
+    def why_ended(self, status: int) -> str:
+        """Return the limit that a process with this wait status has exceeded."""
         limits = self.limits
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        if ended_by == wire.CROWDED:
+            return (
+                "all grammars of this worker together need more memory than "
+                f"{limits.total_bytes >> 20} MiB, and this one needs the most: send it again later"
+            )
         if ended_by == signal.SIGPROF:
             return (
                 f"it used more CPU time than a grammar may: {limits.compile_seconds:g} s to "
@@ -161,15 +172,18 @@ class GrammarProcess:
         self._pending = 0
         self._deleted: deque[int] = deque()
         self.error = ""
+        self.crowded = False
+        """Whether it was ended because all processes together needed too much memory."""
 
     def compile(self, source: wire.GrammarSource) -> None:
-        """Compile the grammar. Raises BadRequest or GrammarLimit."""
+        """Compile the grammar. Raises BadRequest, GrammarLimit or Busy."""
         try:
             wire.write_message(self._conn, msgspec.msgpack.encode(source))
             error = wire.read_message(self._conn).decode()
         except (OSError, EOFError):
             self.end()
-            raise GrammarLimit(
+            kind = Busy if self.crowded else GrammarLimit
+            raise kind(
                 f"the grammar of {FIELD}, response_format or a tool was rejected: {self.error}",
                 param=FIELD,
             ) from None
@@ -238,7 +252,9 @@ class GrammarProcess:
     def end(self) -> None:
         """End the process if it still runs, and find out why it has ended."""
         if not self.error:
-            self.error = self._server.why_ended(self._pid)
+            status = self._server.status(self._pid)
+            self.crowded = os.WIFSIGNALED(status) and os.WTERMSIG(status) == wire.CROWDED
+            self.error = self._server.why_ended(status)
         self._conn.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -28,6 +29,10 @@ STEP = struct.Struct("<cIi")
 STATE = struct.Struct("<IBI")
 """State of a matcher after a step: its number, flags, and bytes of the mask or error behind it."""
 STOPPED, ACCEPTING, FAILED = 1, 2, 4
+CROWDED = signal.SIGUSR1
+"""Signal that ends the process with the most memory when all together need too much."""
+LOOK_SECONDS, LOOK_AGAIN_SECONDS = 0.25, 0.02
+"""Intervals between looks at the memory of all processes: usually, and past half of the limit."""
 
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,20})?"}
 """Whitespace between the tokens of JSON: a space, or a line break and indentation.
@@ -38,14 +43,16 @@ With more, a model may emit whitespace until max_tokens. A schema sets its own a
 class Limits(msgspec.Struct):
     """Limits of one grammar process.
 
-    `memory_bytes` is on top of what the server uses. A step takes its CPU time from a budget of
-    `step_seconds`, to which each step adds `refill_seconds`.
+    `memory_bytes` is on top of what the server uses, and so is `total_bytes`, which bounds all
+    processes of a server together. A step takes its CPU time from a budget of `step_seconds`, to
+    which each step adds `refill_seconds`.
     """
 
     compile_seconds: float
     step_seconds: float
     refill_seconds: float
     memory_bytes: int
+    total_bytes: int
     stack_bytes: int
 
 
@@ -136,7 +143,13 @@ def main(control: socket.socket) -> None:
     tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(setup)))
     control.sendall(REPLY.pack(0))
     children: dict[int, int | None] = {}
+    commands = select.poll()
+    commands.register(control.fileno(), select.POLLIN)
+    wait = LOOK_SECONDS
     while True:
+        if not commands.poll(wait * 1000 if children else None):
+            wait = _bound_memory(children, setup.limits.total_bytes)
+            continue
         command, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if not command:
             return
@@ -152,6 +165,25 @@ def main(control: socket.socket) -> None:
         os.close(descriptors[0])
         children[pid] = None
         control.sendall(REPLY.pack(pid))
+
+
+def _bound_memory(children: dict[int, int | None], most: int) -> float:
+    """End the largest process if all need more memory than `most`; return when to look again."""
+    _reap(children)
+    own = _resident(os.getpid())
+    # What a process has beyond the server is its own: the rest is shared since the fork.
+    sizes = {pid: max(_resident(pid) - own, 0) for pid, ended in children.items() if ended is None}
+    total = sum(sizes.values())
+    if total > most:
+        os.kill(max(sizes, key=sizes.__getitem__), CROWDED)
+    return LOOK_AGAIN_SECONDS if total > most // 2 else LOOK_SECONDS
+
+
+def _resident(pid: int) -> int:
+    """Return the bytes of memory that a process holds, or 0 where the system does not tell."""
+    with suppress(OSError), open(f"/proc/{pid}/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+    return 0
 
 
 def _reap(children: dict[int, int | None]) -> None:

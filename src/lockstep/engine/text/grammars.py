@@ -21,7 +21,7 @@ from lockstep.engine.text.grammar_process import (
 )
 from lockstep.engine.text.structural_tag import TagGrammar
 from lockstep.engine.text.vocabulary import Vocabulary
-from lockstep.tokens.errors import BadRequest, GrammarLimit, UnsupportedField
+from lockstep.tokens.errors import BadRequest, Busy, GrammarLimit, UnsupportedField
 from lockstep.tokens.grammar import Grammar
 
 CACHED = 32
@@ -63,8 +63,8 @@ class Grammars:
         """Return the process of a grammar, compiled unless it is cached. This may take seconds.
 
         The process lives as long as it is cached or referenced. Raises BadRequest for an invalid
-        grammar, GrammarLimit for one beyond the limits, UnsupportedField without a tokenizer or
-        `llguidance`.
+        grammar, GrammarLimit for one beyond the limits, Busy when all grammars need too much
+        memory, UnsupportedField without a tokenizer or `llguidance`.
         """
         if find_spec("llguidance") is None:
             raise UnsupportedField(
@@ -103,12 +103,15 @@ class Grammars:
         process = process or self.compile(grammar)
         return process.matcher(self._vocab_size, self._eos_id)
 
-    def reject(self, grammar: Grammar, reason: str) -> GrammarLimit:
-        """Return the error for a grammar that exceeded a limit while it was followed.
+    def reject(self, grammar: Grammar, process: GrammarProcess) -> GrammarLimit | Busy:
+        """Return the error for a grammar whose process ended while it was followed.
 
-        Later requests with this grammar are rejected at once.
+        Later requests with a grammar that exceeded a limit of its own are rejected at once.
         """
-        error = GrammarLimit(f"the grammar could not be followed to its end: {reason}", param=FIELD)
+        reason = f"the grammar could not be followed to its end: {process.error}"
+        if process.crowded:
+            return Busy(reason, param=FIELD)
+        error = GrammarLimit(reason, param=FIELD)
         self._remember(grammar, error)
         return error
 

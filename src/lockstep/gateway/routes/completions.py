@@ -100,19 +100,19 @@ class CompletionsRoutes:
                 where = "prompt" if len(inputs) == 1 else f"prompt[{at}]"
                 raise BadTokenId(f"{where} is empty: it has no token", param=where)
             _check_start(body.routed_experts_prompt_start, len(ids))
+            worker_id = caller.request_id(client_id if len(inputs) == 1 else f"{client_id}-{at}")
             request = GenerateRequest(
                 prompt_ids=ids,
                 sampling=sampling,
                 model=model.name,
-                request_id=caller.request_id(
-                    client_id if len(inputs) == 1 else f"{client_id}-{at}"
-                ),
+                request_id=worker_id,
                 cache_salt=salt,
                 priority=body.priority or 0,
                 experts_start=body.experts_start,
                 experts_skipped=body.routed_experts_prompt_start,
                 weight_version=body.weight_version,
                 min_weight_version=body.min_weight_version,
+                headers=caller.headers(worker_id),
             )
             affinity = Affinity.of(ids, session=name, salt=salt, adapter=model.adapter)
             turn = None

@@ -418,5 +418,5 @@ def _generate_request(
         experts_skipped=fields.experts_skipped,
         weight_version=fields.weight_version,
         min_weight_version=fields.min_weight_version,
-        headers={"X-Request-Id": name},
+        headers=caller.headers(name),
     )

@@ -184,7 +184,7 @@ def _worker_request(
         experts_skipped=chat.routed_experts_prompt_start,
         weight_version=chat.weight_version,
         min_weight_version=chat.min_weight_version,
-        headers={"X-Request-Id": name},
+        headers=caller.headers(name),
     )
 
 

@@ -6,19 +6,14 @@ import re
 
 from lockstep.tokens.errors import BadRequest
 
-SEPARATOR = "~"
-"""Separates the client's id from the tenant's scope, which gateways add."""
+TENANT_HEADER = "X-Lockstep-Tenant"
+"""Header from gateways to workers with a name for the tenant, which no client can choose."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def is_request_id(name: str) -> bool:
     """Return whether a text can be a request id."""
     return REQUEST_ID.fullmatch(name) is not None
-
-
-def scope_of(name: str) -> str:
-    """Return the scope that a gateway added to a request id: the same for all ids of a tenant."""
-    return name.rpartition(SEPARATOR)[2] if SEPARATOR in name else ""
 
 
 def check_request_id(name: str | None, param: str = "request_id") -> None:
