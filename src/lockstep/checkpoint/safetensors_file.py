@@ -170,10 +170,10 @@ def _header_items(text: bytes, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _skip(text: str, at: int, mark: str = "") -> int:
     """Return the position behind `mark` and the white space around it. Raises ValueError."""
-    found = re.compile(rf"[ \t\n\r]*{re.escape(mark)}[ \t\n\r]*").match(text, at)
-    if found is None:
+    match = re.compile(rf"[ \t\n\r]*{re.escape(mark)}[ \t\n\r]*").match(text, at)
+    if match is None:
         raise ValueError(f"expected {mark!r} at character {at}")
-    return found.end()
+    return match.end()
 
 
 def _metadata(raw: Any, path: Path) -> dict[str, str]:

@@ -171,7 +171,7 @@ def _bound_memory(children: dict[int, int | None], most: int) -> float:
     """End the largest process if all need more memory than `most`; return when to look again."""
     _reap(children)
     own = _resident(os.getpid())
-    # What a process has beyond the server is its own: the rest is shared since the fork.
+    # Memory that a process shares with the server since the fork is not counted.
     sizes = {pid: max(_resident(pid) - own, 0) for pid, ended in children.items() if ended is None}
     total = sum(sizes.values())
     if total > most:
