@@ -16,6 +16,7 @@ from lockstep.tokens import (
     Sample,
     Sampling,
     ShapedSpan,
+    Support,
     VersionSpan,
 )
 
@@ -51,6 +52,11 @@ def sample_of(completion: Completion) -> Sample:
         temperature=completion.temperature,
         shaping=() if shaping is None else (ShapedSpan(before, before + count, shaping),),
         experts=completion.experts,
+        support=None
+        if completion.support is None
+        else Support.join(
+            [Support.unrecorded(before, completion.support.vocab), completion.support]
+        ),
         adapter=completion.adapter,
     )
 

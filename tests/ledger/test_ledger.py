@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from lockstep.ledger import Ledger, Node
 from lockstep.render import Renderer
-from lockstep.tokens import RoutedExperts, Sample, TrainedSpan
+from lockstep.tokens import RoutedExperts, Sample, Shaping, Support, TrainedSpan
 from lockstep.tokens.errors import (
     BadExperts,
     BadRequest,
@@ -406,6 +406,36 @@ def test_routed_experts_are_joined_over_turns_and_trimmed_once(renderer: Rendere
     for sample in ledger.samples():
         assert sample.experts is not None
         assert sample.experts.numpy().tobytes() == rows(end).numpy().tobytes()
+
+
+@pytest.mark.failure_mode("F100")
+def test_supports_reach_the_samples_of_their_turns(renderer: Renderer) -> None:
+    """The second turn is truncated without a recorded support, the third is not truncated."""
+    ledger = Ledger(renderer)
+    messages: list[Any] = [user()]
+    ids = renderer.encode("3<|im_end|>")
+    sets = [[token, token + 1] for token in ids]
+    truncated = Shaping(top_p=0.9)
+    turns: list[dict[str, Any]] = [
+        {"shaping": truncated, "support": Support.of_ids(sets, 200_000)},
+        {"shaping": truncated},
+        {},
+    ]
+    for at, more in enumerate(turns):
+        plan = ledger.plan(messages)
+        reply = {"role": "assistant", "content": "3"}
+        ledger.commit(plan, completion(plan.prompt_ids, ids, **more), reply)
+        messages += [reply, user(f"And {at}?")]
+        (sample,) = ledger.samples()
+        assert sample.support is not None
+        first = ledger.nodes[0]
+        assert sample.support.slice(first.sampled_start, first.end).lists() == sets
+        recorded = np.flatnonzero(sample.support.recorded()).tolist()
+        assert recorded == positions(first)
+        assert sample.support_absent is (at > 0)
+        assert Sample.from_json(sample.to_json()) == sample
+    stored = [turn_bytes(ledger, node) for node in ledger.nodes]
+    assert Ledger.from_turns(stored, [], renderer).samples() == ledger.samples()
 
 
 @pytest.mark.failure_mode("F38")

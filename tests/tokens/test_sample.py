@@ -11,8 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tokens import RoutedExperts, Sample, VersionSpan, merge_spans
-from lockstep.tokens.errors import BadExperts, BadLogprob, BadVersions, Misaligned
+from lockstep.tokens import (
+    RoutedExperts,
+    Sample,
+    ShapedSpan,
+    Shaping,
+    Support,
+    VersionSpan,
+    merge_spans,
+)
+from lockstep.tokens.errors import BadExperts, BadLogprob, BadSupport, BadVersions, Misaligned
 
 
 def sample(**changes: Any) -> Sample:
@@ -84,7 +92,7 @@ def samples(draw: st.DrawFn) -> Sample:
     logprobs: list[float] = []
     versions: list[VersionSpan] = []
     for _ in range(draw(st.integers(1, 3))):
-        prompt, output = (draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)) for _ in range(2))
+        prompt, output = (draw(st.lists(st.integers(0, 2**31 - 2), max_size=5)) for _ in range(2))
         labels = [draw(st.sampled_from(["v1", "v2+é@\n"])) for _ in output]
         start = len(tokens) + len(prompt)
         versions += [
@@ -99,6 +107,10 @@ def samples(draw: st.DrawFn) -> Sample:
         rows = max(len(tokens) - 1, 0)
         data = draw(st.binary(min_size=rows * 4, max_size=rows * 4))
         experts = RoutedExperts(data, (rows, 2, 1), "uint16")
+    support = None
+    if draw(st.booleans()):
+        sets = [[token] if held else [] for token, held in zip(tokens, mask, strict=True)]
+        support = Support.of_ids(sets)
     return Sample(
         token_ids=tokens,
         sampled_mask=mask,
@@ -107,6 +119,7 @@ def samples(draw: st.DrawFn) -> Sample:
         logprob_mode=draw(st.sampled_from(["raw", "processed"])),
         temperature=draw(st.floats(0, 2)),
         experts=experts,
+        support=support,
         adapter=draw(st.none() | st.text()),
         breaks=tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
         aborts=draw(st.integers(0, 3)),
@@ -122,6 +135,24 @@ def test_a_sample_survives_json_to_the_last_bit(made: Sample) -> None:
     assert again == made
     assert again.logprobs == made.logprobs
     assert Sample.from_json(line.decode()) == made
+
+
+@pytest.mark.failure_mode("F100")
+def test_a_sample_drawn_from_unrecorded_sets_is_marked() -> None:
+    shaping = (ShapedSpan(1, 3, Shaping(top_p=0.9)),)
+    absent = sample(shaping=shaping)
+    assert absent.support_absent
+    assert b'"support":"absent"' in absent.to_json()
+    assert Sample.from_json(absent.to_json()) == absent
+    sets = Support.join([Support.unrecorded(1, 9), Support.of_ids([[2], [3, 4]], 9)])
+    recorded = sample(shaping=shaping, support=Support.join([sets, Support.unrecorded(1, 9)]))
+    assert not recorded.support_absent
+    half = Support.join([sets.slice(0, 2), Support.unrecorded(2, 9)])
+    assert sample(shaping=shaping, support=half).support_absent
+    assert not sample(shaping=(ShapedSpan(1, 3, Shaping(presence_penalty=1.0)),)).support_absent
+    wrong = Support.of_ids([[], [2], [4], []], 9)
+    with pytest.raises(BadSupport, match="token 3 at position 2 is not in its own support"):
+        sample(support=wrong)
 
 
 def test_json_that_breaks_the_contract_is_refused() -> None:

@@ -408,7 +408,7 @@ class Core:
             slot = self.scheduler.running.index(sequence)
             experts = experts_of(sequence, self.cache.experts[slot, : sequence.computed])
         self._leave(sequence)
-        record = completion(sequence, finish, experts, self.options)
+        record = completion(sequence, finish, experts, self.options, self.config.vocab_size)
         handle.completions[sequence.index] = record
         if handle.stream:
             handle.deliver(StreamedToken(sequence.index, last, record))

@@ -132,9 +132,10 @@ def sample_logprobs(
 
     For sampled tokens these are the numbers that the engine reports, bit for bit where `model` is
     prepared (`exact.prepare`), at any temperature and with any option that shaped the distribution.
-    A token that could not be drawn under these weights has -inf. Gradients flow. Samples that were
-    constrained by a grammar need `grammars` (`Grammars.of` the model's directory): BadRequest
-    without it.
+    Logprobs are normalised over the support that the sample records. Without one, the options
+    select tokens again under these weights: a token that could not be drawn now has -inf, and
+    samples that were constrained by a grammar need `grammars` (`Grammars.of` the model's
+    directory), else BadRequest is raised. Gradients flow.
     """
     return [_sample_logprobs(model, sample, grammars) for sample in samples]
 
@@ -146,7 +147,7 @@ def _sample_logprobs(model: Any, sample: Sample, grammars: Grammars | None) -> T
     if sample.logprob_mode == "processed":
         logits_NV = process_spans(
             logits_NV.float(), sample.token_ids, sample.shaping, sample.temperature,
-            grammars=grammars,
+            grammars=grammars, support=sample.support,
         )  # fmt: skip
     logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
     return logprobs_NV.gather(-1, ids_N[:, None]).squeeze(-1)

@@ -160,4 +160,5 @@ class ModelRunner:
             counts=sequence.counts,
             lists=sequence.lists,
             allowed=None if sequence.matcher is None else sequence.matcher.mask(sequence.end_ids),
+            support=sequence.supports is not None,
         )

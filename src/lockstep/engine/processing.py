@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.text.grammars import Grammars
-from lockstep.tokens import Sampling, ShapedSpan, Shaping
+from lockstep.tokens import Sampling, ShapedSpan, Shaping, Support
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.grammar import Grammar
 
@@ -142,11 +142,14 @@ def process_spans(
     *,
     first: int = 1,
     grammars: Grammars | None = None,
+    support: Support | None = None,
 ) -> Tensor:
     """Return the logits of a sequence (tokens, vocab) as they were when its tokens were drawn.
 
-    Row 0 predicts token `first`. Tokens outside all spans are only divided by the temperature. A
-    span with a grammar requires `grammars`, else BadRequest is raised.
+    Row 0 predicts token `first`. Tokens outside all spans are only divided by the temperature.
+    Where `support` (a row per token of the sequence) has the sets that the tokens were drawn from,
+    these sets remain; elsewhere, the options of the span select tokens again. That needs `grammars`
+    for a span with a grammar, else BadRequest is raised.
     """
     pieces: list[Tensor] = []
     at = 0
@@ -154,7 +157,12 @@ def process_spans(
         start = max(span.start - first, 0)
         pieces.append(_apply_temperature(logits[at:start], temperature))
         at = start
-        rows = _span_rows(span, token_ids, temperature, logits, max(first, span.start), grammars)
+        begin = max(first, span.start)
+        recorded = None if support is None else support.slice(begin, span.end)
+        if recorded is not None and recorded.recorded().any():
+            rows = _replayed_rows(span, token_ids, temperature, logits, begin, recorded)
+        else:
+            rows = _span_rows(span, token_ids, temperature, logits, begin, grammars)
         while chunk := [row for _, row in zip(range(ROWS), rows, strict=False)]:
             pieces.append(process(logits[at : at + len(chunk)], chunk))
             at += len(chunk)
@@ -200,6 +208,33 @@ def _span_rows(
                     f"{matcher.error}",
                     param="structured_outputs",
                 )
+
+
+def _replayed_rows(
+    span: ShapedSpan,
+    token_ids: Sequence[int],
+    temperature: float,
+    logits: Tensor,
+    first: int,
+    recorded: Support,
+) -> Iterator[LogitsRow]:
+    """Yield how each token of a span was drawn, from token `first` on, given their sets.
+
+    The sets contain the effect of all options but those that change relative probabilities.
+    """
+    shaping = span.shaping
+    weighting = Shaping(
+        presence_penalty=shaping.presence_penalty,
+        frequency_penalty=shaping.frequency_penalty,
+        repetition_penalty=shaping.repetition_penalty,
+        logit_bias=shaping.logit_bias,
+    )
+    whole = ShapedSpan(span.start, span.end, weighting)
+    rows = _span_rows(whole, token_ids, temperature, logits, first, None)
+    for at, row in enumerate(rows):
+        if at % ROWS == 0:  # masks take a byte per token of the vocabulary
+            masks = recorded.slice(at, at + ROWS).keep(logits.shape[-1])
+        yield row._replace(allowed=torch.from_numpy(masks[at % ROWS]))
 
 
 def _require_grammars(grammars: Grammars | None, grammar: Grammar) -> Grammars:

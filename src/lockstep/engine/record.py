@@ -1,4 +1,4 @@
-"""The completion of a finished sequence, with the experts its tokens were routed to."""
+"""The completion of a finished sequence, with its routed experts and supports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from torch import Tensor
 
 from lockstep.engine.options import EngineOptions
 from lockstep.engine.sequence import Sequence
-from lockstep.tokens import Completion, Finish, PromptLogprob, RoutedExperts, merge_spans
+from lockstep.tokens import Completion, Finish, PromptLogprob, RoutedExperts, Support, merge_spans
 
 
 def completion(
-    sequence: Sequence, finish: Finish, experts: RoutedExperts | None, options: EngineOptions
+    sequence: Sequence,
+    finish: Finish,
+    experts: RoutedExperts | None,
+    options: EngineOptions,
+    vocab: int,
 ) -> Completion:
     """Return the completion of a sequence of an engine with these options."""
     sampling = sequence.request.sampling
@@ -35,6 +39,7 @@ def completion(
         worker=options.worker,
         adapter=sequence.request.adapter,
         experts=experts,
+        support=_support(sequence, vocab),
     )
 
 
@@ -52,6 +57,14 @@ def experts_of(sequence: Sequence, rows: Tensor) -> RoutedExperts | None:
     array = whole[start:last].cpu().contiguous().numpy()
     dtype = "uint8" if rows.dtype == torch.uint8 else "uint16"
     return RoutedExperts(array.tobytes(), array.shape, dtype, start)
+
+
+def _support(sequence: Sequence, vocab: int) -> Support | None:
+    """Return the recorded supports, or None unless every token has one."""
+    rows = sequence.supports
+    if rows is None or len(rows) != sequence.generated:
+        return None
+    return Support.of_rows(rows, vocab)
 
 
 def _prompt_logprobs(sequence: Sequence) -> list[PromptLogprob | None] | None:

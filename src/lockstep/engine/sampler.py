@@ -22,6 +22,7 @@ from lockstep.engine.processing import (
     restricts,
 )
 from lockstep.tokens import LogprobMode, Ranked, Sampling
+from lockstep.tokens.support import SupportRow, support_row
 
 _MASK = (1 << 64) - 1
 UNTEMPERED = (1.0, 0.0)
@@ -37,6 +38,8 @@ class SamplingRow(NamedTuple):
     counts: TokenCounts | None = None
     allowed: Tensor | None = None
     lists: TokenLists | None = None
+    support: bool = False
+    """Whether to record the set of tokens that the token is drawn from."""
 
     @property
     def processing(self) -> LogitsRow:
@@ -48,12 +51,16 @@ class SamplingRow(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A sampled token with its logprob, its rank (1 is the most likely) and the top tokens."""
+    """A sampled token with its logprob, its rank (1 is the most likely) and the top tokens.
+
+    `support` is the set it was drawn from, or None if that was not recorded.
+    """
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[Ranked, ...]
+    support: SupportRow | None = None
 
 
 def uniform(seed: int, position: int) -> float:
@@ -92,10 +99,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         logprobs[raw] = torch.log_softmax(logits[raw], dim=-1)
     token_logprobs, ranks = score(logprobs, tokens)
     tops = top_logprobs(logprobs, [row.sampling.logprobs for row in rows])
+    supports = _supports(shaped, rows)
     columns = tokens.tolist(), token_logprobs.tolist(), ranks.tolist(), tops, totals.tolist()
     return [
-        Sampled(token, logprob if isfinite(total) else nan, rank, top)
-        for token, logprob, rank, top, total in zip(*columns, strict=True)
+        Sampled(token, logprob if isfinite(total) else nan, rank, top, support)
+        for token, logprob, rank, top, total, support in zip(*columns, supports, strict=True)
     ]
 
 
@@ -122,6 +130,18 @@ def top_logprobs(logprobs: Tensor, wanted: Sequence[int]) -> list[tuple[Ranked, 
         )
         for row, count in enumerate(wanted)
     ]
+
+
+def _supports(shaped: Tensor, rows: Sequence[SamplingRow]) -> list[SupportRow | None]:
+    """Return the set of tokens that each row can draw, for the rows that record it."""
+    supports: list[SupportRow | None] = [None] * len(rows)
+    at = [at for at, row in enumerate(rows) if row.support]
+    if at:
+        # One copy from the device for all rows.
+        masks = (shaped[at] > HIDDEN).cpu().numpy()
+        for row, mask in zip(at, masks, strict=True):
+            supports[row] = support_row(mask)
+    return supports
 
 
 def _draw(shaped: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from lockstep.tokens import Completion, Finish, LockstepError, PromptLogprob, Ra
 from lockstep.tokens.errors import BadRequest, PromptTooLong
 from lockstep.tokens.ids import check_ids
 from lockstep.tokens.stop_strings import StopMatch, StopMatcher
+from lockstep.tokens.support import SupportRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class EngineRequest:
         EngineRequest(prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=16, temperature=0.0))
 
     A lower `priority` runs sooner. `experts_start` requests routed experts from that token on.
-    `weight_version` requires every token to be sampled under exactly that version;
+    `support` requests the set of tokens that each token was drawn from, where the options restrict
+    it. `weight_version` requires every token to be sampled under exactly that version;
     `min_weight_version` requires that the version has been committed here, now or earlier. `tenant`
     is the caller whose share of the grammar processes the request uses.
     """
@@ -39,6 +41,7 @@ class EngineRequest:
     cache_salt: str | None = None
     adapter: str | None = None
     experts_start: int | None = None
+    support: bool = False
     weight_version: str | None = None
     min_weight_version: str | None = None
     skip_prefix_cache: bool = False
@@ -121,6 +124,8 @@ class Sequence:
         self.ranks: list[int] = []
         self.tops: list[tuple[Ranked, ...]] = []
         self.versions: list[str] = []
+        recorded = request.support and self.shaping is not None and self.shaping.restricts
+        self.supports: list[SupportRow] | None = [] if recorded else None
         self.prompt_logprobs: list[PromptLogprob | None] = [None]
         self.old_experts: Tensor | None = None
         self.finish: Finish | None = None
@@ -172,6 +177,8 @@ class Sequence:
         self.ranks.append(sampled.rank)
         self.tops.append(sampled.top)
         self.versions.append(version)
+        if self.supports is not None and sampled.support is not None:
+            self.supports.append(sampled.support)
         if self.counts is not None:
             self.counts.add(token)
         # End tokens are not part of a grammar or a stop string, so they are checked first.

@@ -10,7 +10,7 @@ import msgspec
 
 from lockstep.ledger.lineage import Branch, find_branches
 from lockstep.ledger.tree import Node
-from lockstep.tokens import RoutedExperts, Sample, ShapedSpan, TrainedSpan, VersionSpan
+from lockstep.tokens import RoutedExperts, Sample, ShapedSpan, Support, TrainedSpan, VersionSpan
 from lockstep.tokens.errors import Conflict
 from lockstep.tokens.lineage import check_kinds, check_weights, weighted
 
@@ -150,6 +150,7 @@ def _sample(
         logprob_mode=first.logprob_mode,
         temperature=first.temperature,
         experts=_joined([node.experts for node in part.path]),
+        support=_support(part, own),
         adapter=first.adapter,
         breaks=last.breaks,
         aborts=len(part.aborted_turns()),
@@ -186,6 +187,21 @@ def _lineage(branch: Branch | None) -> dict[str, Any]:
         "harness": branch.harness or None,
         "evidence": branch.evidence,
     }
+
+
+def _support(part: _Part, own: Sequence[Node]) -> Support | None:
+    """Return the sets of the tokens that a part trains, or None if no turn recorded any."""
+    trained = {node.index for node in own if node.support is not None}
+    vocab = max((node.support.vocab for node in own if node.support is not None), default=0)
+    if not trained:
+        return None
+    rows: list[Support] = []
+    for node in part.path:
+        if node.support is None or node.index not in trained:
+            rows.append(Support.unrecorded(len(node.prompt) + len(node.sampled), vocab))
+        else:
+            rows += [Support.unrecorded(len(node.prompt), vocab), node.support]
+    return Support.join(rows)
 
 
 def _joined(parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:

@@ -11,7 +11,7 @@ import msgspec
 from lockstep.ledger.origin import Origin
 from lockstep.ledger.tree import IDS, LOGPROBS, Node
 from lockstep.render.messages import Message
-from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, VersionSpan
+from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, Support, VersionSpan
 from lockstep.tokens.errors import BadRequest
 
 
@@ -20,6 +20,12 @@ class _Experts(msgspec.Struct, array_like=True):
     shape: tuple[int, int, int]
     dtype: str
     start: int
+
+
+class _Support(msgspec.Struct, array_like=True):
+    counts: bytes
+    data: bytes
+    vocab: int
 
 
 class _Turn(msgspec.Struct, array_like=True):
@@ -52,6 +58,7 @@ class _Turn(msgspec.Struct, array_like=True):
     by_ids: bool = False
     notes: bytes = b""
     origin: Origin | None = None
+    support: _Support | None = None
 
 
 _TURN = msgspec.msgpack.Decoder(_Turn)
@@ -124,6 +131,9 @@ def _turn(node: Node, twin: int | None) -> _Turn:
         by_ids=node.by_ids,
         notes=node.notes,
         origin=node.origin,
+        support=None
+        if node.support is None
+        else _Support(bytes(node.support.counts), bytes(node.support.data), node.support.vocab),
     )
 
 
@@ -172,6 +182,9 @@ def _node(index: int, turn: _Turn, parent: Node | None, twin: Node | None) -> No
         by_ids=turn.by_ids,
         notes=turn.notes,
         origin=turn.origin,
+        support=None
+        if turn.support is None
+        else Support(turn.support.counts, turn.support.data, turn.support.vocab),
     )
 
 

@@ -270,6 +270,7 @@ class Ledger:
             adapter=completion.adapter,
             request_id=completion.request_id,
             experts=own_experts(parent, completion.experts, start),
+            support=completion.support,
             continues=plan.continues,
             after_tool=_after_tool(parent, plan.new_messages),
             thought=reply.reasoning is not None or self.renderer.thinks(completion.token_ids),

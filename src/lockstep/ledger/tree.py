@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.ledger.origin import Origin
 from lockstep.render.messages import Message, same, starts_with
-from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, VersionSpan
+from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, Support, VersionSpan
 from lockstep.tokens.errors import BadExperts
 
 IDS = "i"
@@ -52,6 +52,7 @@ class Node:
     adapter: str | None = None
     request_id: str = ""
     experts: RoutedExperts | None = None
+    support: Support | None = None
     continues: bool = False
     after_tool: bool = False
     thought: bool = False
@@ -181,6 +182,8 @@ def cost(node: Node, twin: Node | None) -> int:
         own += PER_ORIGIN
     if node.experts is not None:
         own += memoryview(node.experts.data).nbytes
+    if node.support is not None:
+        own += node.support.nbytes
     if twin is None:
         own += 4 * len(node.prompt) + sum(map(text_size, node.new_messages)) + len(node.tools)
     return own

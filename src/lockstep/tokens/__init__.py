@@ -16,6 +16,7 @@ from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.sample import Sample, TrainedSpan
 from lockstep.tokens.sampling import LogprobMode, Sampling
 from lockstep.tokens.shaping import ShapedSpan, Shaping
+from lockstep.tokens.support import Support
 
 __all__ = [
     "FINISHES",
@@ -30,6 +31,7 @@ __all__ = [
     "Sampling",
     "ShapedSpan",
     "Shaping",
+    "Support",
     "TrainedSpan",
     "VersionSpan",
     "check_logprobs",

@@ -17,6 +17,7 @@ from lockstep.tokens.errors import (
 from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.sampling import LogprobMode
 from lockstep.tokens.shaping import Shaping
+from lockstep.tokens.support import Support
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 FINISHES: tuple[str, ...] = get_args(Finish)
@@ -58,11 +59,12 @@ class Completion:
 
     token_ids and logprobs have the same length; version spans cover the tokens without gaps; every
     logprob is finite (unless `allow_nonfinite`, which keeps them as received); experts, if present,
-    have a row for every token but the last. `prompt_ids` are the ids that were sent; a gateway that
-    only relays them leaves them undecoded, and they read like a list. `shaping` lists the options
-    besides the temperature that shaped the distribution, or is None. `stop_reason` is the stop
-    string that ended the generation, and `stop_tokens` is how many of the last tokens contain part
-    of it; they stay in `token_ids`. None means the server did not report it.
+    have a row for every token but the last; a support, if present, has for every token a set that
+    contains it. `prompt_ids` are the ids that were sent; a gateway that only relays them leaves
+    them undecoded, and they read like a list. `shaping` lists the options besides the temperature
+    that shaped the distribution, or is None. `stop_reason` is the stop string that ended the
+    generation, and `stop_tokens` is how many of the last tokens contain part of it; they stay in
+    `token_ids`. None means the server did not report it.
     """
 
     token_ids: list[int]
@@ -84,6 +86,7 @@ class Completion:
     worker: str | None = None
     adapter: str | None = None
     experts: RoutedExperts | None = None
+    support: Support | None = None
     allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
@@ -102,6 +105,8 @@ class Completion:
         check_spans(self.versions, len(self.token_ids))
         if self.experts is not None:
             self.experts.check_covers(len(self.prompt_ids) + len(self.token_ids))
+        if self.support is not None:
+            self.support.check_contains(self.token_ids)
 
     @property
     def complete(self) -> bool:

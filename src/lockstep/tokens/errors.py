@@ -31,6 +31,7 @@ LockstepError
 │   ├── BadLogprob                 null, NaN, infinite or a sentinel
 │   ├── MissingFinish              a response without a finish reason
 │   ├── BadExperts                 routed experts with wrong rows, shape or dtype
+│   ├── BadSupport                 supports of sampled tokens that are malformed or missing
 │   ├── ImpossibleResponse         ids, logprobs or lengths that no engine can return
 │   ├── BadVersions                spans that do not cover the tokens
 │   └── Disproved                  other logprobs than the claimed weights would give
@@ -288,6 +289,12 @@ class MissingFinish(ContractError):
 
 class BadExperts(ContractError):
     code = "bad_experts"
+
+
+class BadSupport(ContractError):
+    """The recorded support of sampled tokens is malformed, or training needs it and has none."""
+
+    code = "bad_support"
 
 
 class ImpossibleResponse(ContractError):

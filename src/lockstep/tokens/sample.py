@@ -14,6 +14,7 @@ from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.lineage import Kind
 from lockstep.tokens.sampling import LogprobMode
 from lockstep.tokens.shaping import ShapedSpan
+from lockstep.tokens.support import Support
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +46,9 @@ class Sample:
     options besides the temperature that shaped the distribution, with their tokens. `stops` are the
     spans of tokens that contain a stop string, and `tool_parse_errors` counts turns with a tool
     call that could not be parsed. `notes` are the client's annotations of the turns: each distinct
-    set of `user`, `metadata` and the like once. `reward` is the reward the session was finished
-    with, None without one.
+    set of `user`, `metadata` and the like once. `support` has a row for each token of the sequence,
+    with the set that a sampled token was drawn from, or is None if none was recorded. `reward` is
+    the reward the session was finished with, None without one.
 
     `kind` is the kind of the branch and `evidence` how it was determined. `branch` is the index, in
     the session, of the first turn that belongs to this branch only, `turn_index` that of the
@@ -62,6 +64,7 @@ class Sample:
     logprob_mode: LogprobMode = "raw"
     temperature: float = 1.0
     experts: RoutedExperts | None = None
+    support: Support | None = None
     adapter: str | None = None
     breaks: tuple[str, ...] = ()
     aborts: int = 0
@@ -105,6 +108,22 @@ class Sample:
             raise BadVersions(f"position {int(wrong[0])} is sampled or has a version, but not both")
         if self.experts is not None:
             self.experts.check_covers(len(self.token_ids))
+        if self.support is not None:
+            self.support.check_contains(self.token_ids)
+
+    @property
+    def support_absent(self) -> bool:
+        """Whether sampled tokens were drawn from a part of the vocabulary that was not recorded.
+
+        Their logprobs cannot be compared with those of other weights.
+        """
+        spans = [span for span in self.shaping if span.shaping.restricts]
+        if not spans:
+            return False
+        missing = np.asarray(self.sampled_mask, dtype=bool)
+        if self.support is not None:
+            missing = missing & ~self.support.recorded()
+        return any(bool(missing[span.start : span.end].any()) for span in spans)
 
     def numpy(self) -> dict[str, npt.NDArray[Any]]:
         """Return token_ids int64, sampled_mask bool and logprobs float32, each of shape

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 from dataclasses import MISSING, Field, fields
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
 from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.sample import Sample
+from lockstep.tokens.support import PackedSupport
 
 
 def encode(sample: Sample) -> bytes:
@@ -18,6 +19,10 @@ def encode(sample: Sample) -> bytes:
     if (experts := sample.experts) is not None:
         data = base64.b64encode(experts.data).decode()
         values["experts"] = _Experts(data, experts.shape, experts.dtype, experts.start)
+    if (support := sample.support) is not None:
+        values["support"] = PackedSupport.of(support)
+    elif sample.support_absent:
+        values["support"] = ABSENT
     return msgspec.json.encode(values)
 
 
@@ -28,6 +33,8 @@ def decode(line: bytes | str) -> Sample:
     if (experts := values["experts"]) is not None:
         data = base64.b64decode(experts.data)
         values["experts"] = RoutedExperts(data, experts.shape, experts.dtype, experts.start)
+    support = values["support"]
+    values["support"] = support.value() if isinstance(support, PackedSupport) else None
     return Sample(**values)
 
 
@@ -38,12 +45,17 @@ class _Experts(msgspec.Struct):
     start: int
 
 
+ABSENT: Literal["absent"] = "absent"
+"""The support in JSON if sampled tokens were drawn from sets that were not recorded."""
 NAMES = tuple(field.name for field in fields(Sample))
 ALWAYS = {"logprob_mode", "temperature", "experts", "adapter", "breaks", "aborts", "workers"}
 """Fields that every line contains although `Sample` has defaults for them: if one is missing, its
 value is unknown. Fields that were added later are read as their defaults.
 """
-TYPES = get_type_hints(Sample) | {"experts": _Experts | None}
+TYPES = get_type_hints(Sample) | {
+    "experts": _Experts | None,
+    "support": PackedSupport | Literal["absent"] | None,
+}
 
 
 def _described(field: Field[Any]) -> tuple[str, Any] | tuple[str, Any, Any]:
@@ -53,5 +65,8 @@ def _described(field: Field[Any]) -> tuple[str, Any] | tuple[str, Any, Any]:
 
 
 _SampleLine = msgspec.defstruct(
-    "_SampleLine", [_described(field) for field in fields(Sample)], forbid_unknown_fields=True
+    "_SampleLine",
+    [_described(field) for field in fields(Sample)],
+    forbid_unknown_fields=True,
+    kw_only=True,
 )

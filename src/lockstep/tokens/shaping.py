@@ -28,6 +28,18 @@ class Shaping:
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
 
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens could not be drawn. Penalties and biases only change weights."""
+        return bool(
+            self.top_p < 1
+            or self.top_k
+            or self.min_p
+            or self.allowed_token_ids is not None
+            or self.grammar is not None
+            or self.min_tokens
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ShapedSpan:

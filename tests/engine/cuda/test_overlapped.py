@@ -161,6 +161,19 @@ def test_every_option_stays_in_the_graphs(tiny: Path, rig: Rig) -> None:
             )
 
 
+@pytest.mark.failure_mode("F100")
+def test_supports_are_those_recorded_step_by_step(tiny: Path, rig: Rig) -> None:
+    """With min_tokens, the kernels sample the later tokens: from the whole vocabulary."""
+    other = step_by_step(tiny)
+    for options in ({"top_p": 0.5}, {"top_k": 3, "min_p": 0.1}, {"min_tokens": 2, "seed": 3}):
+        wanted = {"support": True, "max_tokens": 4, "ignore_eos": False, **options}
+        completion = rig.generate(ids(3, 5), **wanted)
+        assert completion.support is not None
+        assert completion.support == other.generate(ids(3, 5), **wanted).support
+    assert completion.support.recorded().all()
+    assert completion.support.sizes()[-1] == rig.core.config.vocab_size
+
+
 def refuse_eager_steps(rig: Rig) -> None:
     def refused(*_: object) -> None:
         raise AssertionError("a step left the graphs")

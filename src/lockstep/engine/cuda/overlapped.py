@@ -49,6 +49,11 @@ class _Drawing:
             results = sample(others.logits, others.options)
             for at, sampled in zip(others.at, results, strict=True):
                 tokens[at] = sampled
+        # The kernels sample only rows that can draw every token.
+        vocab = self.step.table.logits.shape[-1]
+        for at, sequence in enumerate(self.sequences):
+            if sequence.supports is not None and tokens[at].support is None:
+                tokens[at] = tokens[at]._replace(support=(vocab, b""))
         return zip(self.sequences, tokens, strict=True)
 
 
