@@ -22,25 +22,32 @@ PROGRAMS = Path(__file__).parent / "programs"
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 
-def run(
-    program: str, served: ServeProcess, output: Path, *arguments: str, processes: int = 1
-) -> dict[str, Any]:
-    """What the program prints last, after it has trained against the gateway."""
+def launch(
+    program: str, output: Path, *arguments: str, processes: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """A program of this folder with TRL, after its end."""
     if not PYTHON.exists():
         pytest.fail(f"{PYTHON} is missing: make test-trainers installs it")
-    launch = [str(PYTHON)]
+    python = [str(PYTHON)]
     if processes > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*launch, str(PROGRAMS / f"{program}.py"), served.url, served.admin_url, TOKEN,
-               str(output), *arguments]  # fmt: skip
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*python, str(PROGRAMS / f"{program}.py"), *arguments]
     environ = {"PATH": os.environ["PATH"], "HOME": str(output), "OMP_NUM_THREADS": "2",
                "OMP_WAIT_POLICY": "PASSIVE",
                "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1",
                "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # fmt: skip
     output.mkdir(exist_ok=True)
-    result = subprocess.run(
+    return subprocess.run(
         command, cwd=output, env=environ, capture_output=True, text=True, timeout=380
     )
+
+
+def run(
+    program: str, served: ServeProcess, output: Path, *arguments: str, processes: int = 1
+) -> dict[str, Any]:
+    """What the program prints last, after it has trained against the gateway."""
+    where = served.url, served.admin_url, TOKEN, str(output)
+    result = launch(program, output, *where, *arguments, processes=processes)
     assert result.returncode == 0, f"{program}: {result.stdout[-2000:]}{result.stderr[-6000:]}"
     record: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
     return record
@@ -121,6 +128,57 @@ def test_two_ranks_train_on_what_the_first_has_published(
     operations = asyncio.run(state(served))["operations"]
     updates = [each["version"] for each in operations if each["kind"] == "update_weights"]
     assert sorted(updates) == ["step-0", "step-1"]
+
+
+@pytest.fixture(scope="module")
+def rloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServeProcess, dict[str, Any]]]:
+    """A gateway on which an RLOOTrainer trained four steps, and then two of them again."""
+    output = tmp_path_factory.mktemp("rloo")
+    process = ServeProcess("--sessions", "memory")
+    arguments = "--rloo", "--exact", "--resume", "--steps", "4", "--temperature", "1.3"
+    yield process, run("trl_grpo", process, output, *arguments)
+    process.stop()
+
+
+@pytest.mark.exact_arithmetic
+def test_rloo_computes_the_logprobs_that_the_sampler_had(
+    rloo: tuple[ServeProcess, dict[str, Any]],
+) -> None:
+    assert [entry[DIFFERENCE] for entry in steps(rloo[1])] == [0.0] * 4
+    assert any(entry["reward_std"] > 0.0 for entry in steps(rloo[1]))
+
+
+@pytest.mark.exact_arithmetic
+def test_a_resumed_run_draws_the_samples_of_an_uninterrupted_one(
+    rloo: tuple[ServeProcess, dict[str, Any]],
+) -> None:
+    sampled, resumed = rloo[1]["sampled"], rloo[1]["resumed"]
+    assert len(sampled) == 4
+    assert resumed == sampled[2:]
+    assert resumed[0] != resumed[1]
+
+
+@pytest.mark.exact_arithmetic
+def test_an_adapter_on_updated_base_weights_is_refused_before_training(
+    rloo: tuple[ServeProcess, dict[str, Any]], tmp_path: Path
+) -> None:
+    where = rloo[0].url, rloo[0].admin_url, TOKEN, str(tmp_path)
+    result = launch("trl_grpo", tmp_path, *where, "--lora", "--steps", "1")
+    assert result.returncode != 0
+    assert "the fleet serves version 'step-" in result.stderr
+    assert "an adapter trained on one does not fit the other" in result.stderr
+
+
+def test_other_trainers_are_refused_with_the_supported_ones(tmp_path: Path) -> None:
+    result = launch("trl_unsupported", tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    refused: dict[str, str] = json.loads(result.stdout.strip().splitlines()[-1])
+    assert list(refused) == ["SFTTrainer", "DPOTrainer", "OnlineDPOTrainer", "GKDTrainer",
+                             "AsyncGRPOTrainer"]  # fmt: skip
+    for name, error in refused.items():
+        assert error.startswith(f"BadRequest: {name} cannot sample from Lockstep")
+        assert "GRPOTrainer and RLOOTrainer" in error
+        assert "AsyncGRPOTrainer takes LockstepRolloutWorker" in error
 
 
 @pytest.mark.parametrize("served", [("--workers", "2")], indirect=True)

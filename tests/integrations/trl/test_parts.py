@@ -136,9 +136,11 @@ def test_raw_logprobs_at_another_temperature_are_an_error() -> None:
 
 
 def test_a_trainer_with_sharded_weights_is_an_error() -> None:
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(distributed_type="DistributedType.FSDP"))
+    class GRPOTrainer:
+        accelerator = SimpleNamespace(distributed_type="DistributedType.FSDP")
+
     with pytest.raises(BadRequest, match="DDP"):
-        LockstepGeneration().attach(trainer)
+        LockstepGeneration().attach(GRPOTrainer())
 
 
 def test_calls_before_open_are_an_error(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
-"""A GRPOTrainer whose logprobs equal the workers': when that is possible, and the pass it saves."""
+"""Trainers whose logprobs equal the workers': when that is possible, and how it is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lockstep.tokens.errors import NotExact
+from lockstep.tokens import Completion
+from lockstep.tokens.errors import Conflict, NotExact
 
 
 def why_not_exact(trainer: Any) -> str | None:
@@ -64,12 +66,54 @@ def learn_in_one_pass(trainer: Any) -> None:
     trainer._compute_loss = compute_loss
 
 
+def measure_recomputed_logprobs(
+    trainer: Any, take_sampled: Callable[[], list[Completion]], *, exact: bool
+) -> None:
+    """Compare the logprobs that an RLOOTrainer computes for its samples with the sampler's.
+
+    The trainer learns from its own logprobs and never reads the sampler's. `take_sampled` returns
+    the completions of a generation on its first call after it. With `exact` a difference raises
+    NotExact, unless the sampler truncates the distribution.
+    """
+    score = trainer._get_per_token_logps_and_entropies
+    required = exact and samples_untruncated(trainer.args)
+
+    def score_and_measure(*arguments: Any, **options: Any) -> Any:
+        scored = score(*arguments, **options)
+        # The first pass after a generation is the one of the policy over the new samples.
+        if sampled := take_sampled():
+            _measure_rows(trainer, scored[0].detach(), sampled, required=required)
+        return scored
+
+    trainer._get_per_token_logps_and_entropies = score_and_measure
+
+
+def _measure_rows(
+    trainer: Any, logprobs: torch.Tensor, rows: list[Completion], *, required: bool
+) -> None:
+    if len(rows) != len(logprobs):
+        raise Conflict(
+            f"{type(trainer).__name__} scored {len(logprobs)} rows of {len(rows)} sampled ones: "
+            "this version of TRL is not supported"
+        )
+    sampled, mask = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+    for at, row in enumerate(rows):
+        sampled[at, : len(row.logprobs)] = torch.tensor(row.logprobs)
+        mask[at, : len(row.logprobs)] = 1
+    _record(trainer, (logprobs - sampled) * mask, mask, required=required)
+
+
 def _measure(trainer: Any, logprobs: torch.Tensor, inputs: dict[str, Any]) -> None:
     """Record the difference to the sampler's logprobs. Raises NotExact if there is one."""
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
-    difference = ((logprobs - inputs["sampling_per_token_logps"]) * mask).abs()
+    difference = (logprobs - inputs["sampling_per_token_logps"]) * mask
+    _record(trainer, difference, mask, required=True)
+
+
+def _record(trainer: Any, difference: torch.Tensor, mask: torch.Tensor, *, required: bool) -> None:
+    difference = difference.abs()
     mean, worst = difference.sum() / mask.sum().clamp(min=1), difference.max()
     ratio = torch.exp(worst)
     gather = trainer.accelerator.gather
@@ -83,7 +127,7 @@ def _measure(trainer: Any, logprobs: torch.Tensor, inputs: dict[str, Any]) -> No
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     for name, value in measured.items():
         metrics[f"sampling/{name}"].append(value.item())
-    if measured["sampling_logp_difference/max"] > 0:
+    if required and measured["sampling_logp_difference/max"] > 0:
         raise NotExact(
             f"the trainer's logprobs differ from the sampler's by {worst.item():.3g}, but an exact "
             "trainer must match: attach with exact=False, which corrects for the difference"

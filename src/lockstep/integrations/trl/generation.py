@@ -1,25 +1,36 @@
-"""The sampler of a GRPOTrainer: completions and conversations from a fleet with its weights."""
+"""The sampler of a GRPOTrainer or RLOOTrainer: completions and conversations from a fleet."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lockstep.checkpoint.probe import builtin
 from lockstep.client.chat import Chat
 from lockstep.engine import exact as exactness
+from lockstep.engine.forward_pass import token_logprobs
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
 from lockstep.integrations.trl.exact_head import use_exact_head
-from lockstep.integrations.trl.exact_trainer import learn_in_one_pass, why_not_exact
+from lockstep.integrations.trl.exact_trainer import (
+    learn_in_one_pass,
+    measure_recomputed_logprobs,
+    why_not_exact,
+)
 from lockstep.integrations.trl.served_policy import ServedPolicy
+from lockstep.integrations.trl.supported_trainers import check_supported, recomputes_logprobs
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, NotExact, RolloutFailed, UpdateFailed
 from lockstep.train.failure import one_error
+from lockstep.train.learning.exactness import CLOSE_BOUND, check_same_base
 from lockstep.train.rollout import seed_of
 
 log = logging.getLogger(__name__)
@@ -29,7 +40,7 @@ ADAPTER = "trl-policy"
 
 
 class LockstepGeneration:
-    """The generation object of a GRPOTrainer, in place of vLLM's.
+    """The generation object of a GRPOTrainer or RLOOTrainer, in place of vLLM's.
 
         lockstep = LockstepGeneration()
         trainer = GRPOTrainer(model=..., args=..., reward_funcs=..., train_dataset=...)
@@ -43,17 +54,19 @@ class LockstepGeneration:
         self, url: str = "http://127.0.0.1:8000", model: str | None = None, **options: Any
     ):
         self._options_of_policy = {"url": url, "model": model, **options}
-        self._calls = itertools.count()
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self._sampled: list[Completion] = []
 
     def attach(self, trainer: Any, *, exact: bool | None = None) -> None:
         """Make the trainer sample from the fleet, and publish its weights whenever they changed.
 
         With `exact` the trainer's model computes what the workers compute, bit for bit. That is the
         default where possible; it is also faster, as neither padding nor a shared prompt is
-        computed twice. Raises NotExact if it is required and impossible, and BadRequest for a
-        trainer with sharded weights.
+        computed twice. Raises NotExact if it is required and impossible, BadRequest for a trainer
+        of another kind or with sharded weights, and Conflict for an adapter on another base model
+        than the served one.
         """
-        _check_unsharded(trainer.accelerator)
+        check_supported(trainer)
         self._trainer, self._model = trainer, trainer.model
         is_adapter = hasattr(trainer.model, "peft_config")
         options = {
@@ -65,8 +78,13 @@ class LockstepGeneration:
         self.policy.open(
             tokenizer=trainer.processing_class, publishes=trainer.accelerator.is_main_process
         )
-        if exact is not False:
-            self._make_exact(required=exact is True)
+        is_exact = exact is not False and self._make_exact(required=exact is True)
+        if recomputes_logprobs(trainer):
+            measure_recomputed_logprobs(trainer, self._take_sampled, exact=is_exact)
+        elif is_exact:
+            learn_in_one_pass(trainer)
+        if is_adapter and trainer.accelerator.is_main_process:
+            self._check_base(is_exact)
         # The fleet serves these weights now: their logprobs show how closely its workers follow.
         if trainer.accelerator.is_main_process:
             remember(self._model)
@@ -78,7 +96,8 @@ class LockstepGeneration:
         """Close the connections, after training."""
         self.policy.close()
 
-    def _make_exact(self, *, required: bool) -> None:
+    def _make_exact(self, *, required: bool) -> bool:
+        """Return whether the trainer now computes the bits of the workers."""
         try:
             self._check_exact()
             exactness.prepare(self._model)
@@ -86,9 +105,9 @@ class LockstepGeneration:
             if required:
                 raise
             log.info("close mode: trainer and workers do not agree bit for bit: %s", error)
-            return
+            return False
         use_exact_head(self._model, self._trainer.args.temperature)
-        learn_in_one_pass(self._trainer)
+        return True
 
     def _check_exact(self) -> None:
         """Raise NotExact if the trainer and the workers do not compute the same bits."""
@@ -99,6 +118,21 @@ class LockstepGeneration:
             raise NotExact("the workers do not report their numerics: attach with exact=False")
         base = Path(self._model.config.get_text_config()._name_or_path or self._model.name_or_path)
         exactness.check_plan(worker, exactness.own_plan(base, device=str(self._model.device)))
+
+    def _check_base(self, is_exact: bool) -> None:
+        """Raise Conflict if the fleet serves another base model than the adapter's.
+
+        Without this check every adapter would fail its proof, which is retried.
+        """
+        model = self._model
+        text, was_training = model.config.get_text_config(), model.training
+        ids = list(builtin(text.vocab_size, text.max_position_embeddings)[1])
+        with torch.no_grad(), model.disable_adapter():
+            (logprobs,) = token_logprobs(model.eval(), [ids])
+        model.train(was_training)
+        bound = 0.0 if is_exact else CLOSE_BOUND.get(str(model.dtype).removeprefix("torch."), 0.5)
+        scores = self.policy.run(self.policy.base_scores(ids))
+        check_same_base(logprobs.tolist(), scores, bound, model.name_or_path)
 
     # Called by TRL
 
@@ -146,6 +180,7 @@ class LockstepGeneration:
             raise BadRequest("images are not supported: train on text only", param="images")
         with profiler or nullcontext():
             rows = self.policy.run(self._complete_all(prompts))
+        self._sampled = rows
         return (
             prompts,
             [list(row.token_ids) for row in rows],
@@ -155,22 +190,33 @@ class LockstepGeneration:
 
     async def _complete_all(self, prompts: list[list[int]]) -> list[Completion]:
         """Complete all prompts; equal neighbours are one request with several choices."""
-        options, number = self._options(), next(self._calls)
+        options, seed = self._options(), self._next_seeds()
         runs = [(ids, len(list(same))) for ids, same in itertools.groupby(prompts)]
         with one_error():
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(
-                        self.policy.complete(ids, n, seed=self._seed(number, at), **options)
-                    )
+                    group.create_task(self.policy.complete(ids, n, seed=seed(at), **options))
                     for at, (ids, n) in enumerate(runs)
                 ]
         return [completion for task in tasks for completion in task.result()]
 
-    def _seed(self, *parts: int) -> int:
+    def _take_sampled(self) -> list[Completion]:
+        """Return what the last `generate` sampled, once."""
+        sampled, self._sampled = self._sampled, []
+        return sampled
+
+    def _next_seeds(self) -> Callable[[int], int]:
+        """Return the seeds of the next generation by row.
+
+        They depend on the step and on how many generations this step had, so that a run resumed
+        from a checkpoint draws what an uninterrupted run draws. Evaluations count on their own.
+        """
         trainer = self._trainer
-        return seed_of(
-            trainer.args.seed, trainer.state.global_step, trainer.accelerator.process_index, *parts
+        step, mode = trainer.state.global_step, "train" if trainer.model.training else "eval"
+        number = self._calls[mode, step]
+        self._calls[mode, step] += 1
+        return partial(
+            seed_of, trainer.args.seed, mode, step, trainer.accelerator.process_index, number
         )
 
     def _options(self) -> dict[str, Any]:
@@ -221,7 +267,7 @@ class LockstepGeneration:
     async def _converse_all(
         self, play: Play, options: Mapping[str, Any], prompts: Sequence[Any]
     ) -> list[tuple[Sample, Mapping[str, Any] | None]]:
-        merged, number = {**self._options(), **options}, next(self._calls)
+        merged, seed = {**self._options(), **options}, self._next_seeds()
 
         async def converse(chat: Chat, prompt: Any) -> Mapping[str, Any] | None:
             return await play(chat, prompt)
@@ -231,7 +277,7 @@ class LockstepGeneration:
                 tasks = [
                     group.create_task(
                         self.policy.converse(
-                            partial(converse, prompt=prompt), **merged, seed=self._seed(number, at)
+                            partial(converse, prompt=prompt), **merged, seed=seed(at)
                         )
                     )
                     for at, prompt in enumerate(prompts)
@@ -251,13 +297,3 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "env_mask": [int(sampled) for sampled in sample.sampled_mask[first:]],
         "weight_version": sample.versions[0].version,
     }
-
-
-def _check_unsharded(accelerator: Any) -> None:
-    kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise BadRequest(
-            f"the trainer is distributed by {kind}, so that no rank has all weights to publish: "
-            "train with one process or with DDP",
-            param="trainer",
-        )

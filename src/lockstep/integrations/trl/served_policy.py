@@ -14,6 +14,7 @@ from lockstep.backends.admin import PauseMode
 from lockstep.client.chat import Chat
 from lockstep.client.policy import Policy, connect
 from lockstep.client.sync import LoopThread
+from lockstep.client.turn import Scores
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import Conflict, LockstepError, Unavailable, VersionUnavailable
 from lockstep.train.publish import Published, Publisher
@@ -193,6 +194,11 @@ class ServedPolicy:
         """Publish the weights again before a retry, if the fleet has lost them."""
         if isinstance(error, VersionUnavailable) and self._publisher is not None:
             await self._publisher.ensure()
+
+    async def base_scores(self, token_ids: list[int]) -> Scores:
+        """Return the served base model's logprob of every token."""
+        async with connect(self.url, self.model, api_key=self._connecting["api_key"]) as base:
+            return await self.retry.call("score", lambda _: base.score(token_ids))
 
     async def facts(self) -> Mapping[str, Any]:
         """Return the name and the numerics plan of the served base model."""

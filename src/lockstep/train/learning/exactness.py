@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lockstep.backends.transport import ModelCard
 from lockstep.checkpoint.probe import builtin
 from lockstep.client.policy import connect
+from lockstep.client.turn import Scores
 from lockstep.tokens.errors import Conflict, NotExact
 from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.config import LearnerConfig, TrainConfig
@@ -97,14 +98,22 @@ async def check_base(learner: Learner, url: str, config: TrainConfig, retry: Ret
     ours = await asyncio.to_thread(learner.base_logprobs, ids)
     async with connect(url, config.serve.model, api_key=config.serve.api_key) as base:
         scores = await retry.call("score", lambda _: base.score(ids))
-    worst = max(abs(a - b) for a, b in zip(ours, scores.logprobs[1:], strict=True))
     tolerance = config.learner.probe_tolerance
     if tolerance is None:
         tolerance = 0.0 if learner.exact else CLOSE_BOUND[config.learner.dtype]
+    check_same_base(ours, scores, tolerance, config.model)
+
+
+def check_same_base(ours: list[float], scores: Scores, tolerance: float, model: str) -> None:
+    """Raise Conflict unless the fleet's scores equal the trainer's, which are without the adapter.
+
+    `ours` are the logprobs of the tokens after the first.
+    """
+    worst = max(abs(a - b) for a, b in zip(ours, scores.logprobs[1:], strict=True))
     if worst > tolerance:
         raise Conflict(
             f"the fleet serves version {scores.version!r}, whose logprobs differ by up to "
-            f"{worst:.3g} from those of model {config.model!r}: an adapter trained on one does not "
+            f"{worst:.3g} from those of model {model!r}: an adapter trained on one does not "
             "fit the other; serve that model, or push its weights first",
             param="model",
         )
