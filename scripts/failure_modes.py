@@ -93,6 +93,8 @@ MODES: dict[str, tuple[str, str]] = {
     "F83": ("a trainer that was restarted silently continues from old weights", "clients get an error that names the lost state and the last saved one"),
     "F84": ("an engine whose head may be adapted crashes on a proof, or on prompt logprobs, in a batch with other requests", "engines of a trainer are started without head adapters, others are rejected, and creating such a model is an error"),
     "F85": ("adapters are trained on one base and sampled on another, because the weights of the fleet were updated", "sampling is rejected while the fleet serves other weights than those that are trained on"),
+    "F86": ("a slice of a sharded checkpoint is missing, doubled, or of another step or rank", "rejected with the name of the tensor, the slice and the rank; nothing is staged"),
+    "F87": ("a rank never writes its part of a checkpoint, and everything waits forever", "the wait is bounded, the rank is named, and the fleet keeps its weights"),
     "F90": ("a collector of traces that hangs or is down slows or fails requests", "spans wait in a bounded queue for a thread of their own and are dropped; shutdown waits at most three seconds"),
     "F91": ("a tracker that fails in mid-run ends it, or its metrics are lost", "reported once, then disabled; the run continues and its directory has every line"),
     "F92": ("turns of one session on several gateways overwrite each other, or are treated as an edited history", "every gateway reads new turns before it plans; a turn is stored only after the head it was planned on, otherwise after the newer turns"),

@@ -23,7 +23,10 @@ WRITING = ".writing"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PROBE = "probe.safetensors"
+WRITTEN = ("model*.safetensors", "rank-*.json", "rank-*.safetensors")
+"""Patterns of the files with weights."""
 FORMAT = "lockstep-manifest-1"
+MOST_RANKS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Every file of a directory by name, and the digest of every tensor if its writer knew them."""
+    """Every file of a directory by name, and the digest of every tensor if its writer knew them.
+
+    `ranks` is the number of ranks that wrote slices of the tensors, or None if tensors are whole.
+    """
 
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, str] = field(default_factory=dict)
+    ranks: int | None = None
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
@@ -54,7 +61,10 @@ class Manifest:
         tensors = raw.get("tensors", {})
         if not isinstance(tensors, dict) or not all(isinstance(d, str) for d in tensors.values()):
             raise CheckpointError(f"{path} has tensors that are no map of names to digests")
-        return cls(MappingProxyType(files), MappingProxyType(tensors))
+        ranks = raw.get("ranks")
+        if ranks is not None and (type(ranks) is not int or not 1 <= ranks <= MOST_RANKS):
+            raise CheckpointError(f"{path} has ranks {ranks!r}: expected 1 to {MOST_RANKS}")
+        return cls(MappingProxyType(files), MappingProxyType(tensors), ranks)
 
     def check(self, directory: Path, used: Iterable[str] = (), *, hashes: bool = False) -> None:
         """Raise CheckpointError unless the files are those that were written.
@@ -71,7 +81,7 @@ class Manifest:
             path = directory / name
             if (size := file_size(path)) != record.size:
                 raise CheckpointError(f"{path} has {size} bytes, but {MANIFEST} says {record.size}")
-            if hashes and (actual := _sha256(path)) != record.sha256:
+            if hashes and (actual := sha256_of(path)) != record.sha256:
                 raise CheckpointError(
                     f"{path} has SHA-256 {actual}, but {MANIFEST} says {record.sha256}"
                 )
@@ -86,9 +96,9 @@ def begin(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     present = [directory / name for name in (STABLE, MANIFEST, PROBE, INDEX)]
     present = [path for path in present if path.exists()] + sorted(
-        directory.glob("model*.safetensors")
+        path for pattern in WRITTEN for path in directory.glob(pattern)
     )
-    leftovers = sorted(directory.glob(".*.tmp"))
+    leftovers = sorted((*directory.glob(".*.tmp"), *directory.glob(".rank-*.failed")))
     unfinished = (directory / MANIFEST).exists() and not (directory / STABLE).exists()
     if present and not (unfinished or (directory / WRITING).exists()):
         raise Conflict(
@@ -104,22 +114,25 @@ def write_manifest(
     directory: Path,
     tensors: Mapping[str, str] | None = None,
     written: Mapping[str, FileRecord] | None = None,
+    ranks: int | None = None,
 ) -> Manifest:
     """Record size and hash of every file that is not hidden, once all are on disk.
 
     `tensors` are the digests of the tensors by name, which readers verify. Files in `written`,
-    whose hash is known, are not read again.
+    whose hash is known, are not read again. `ranks` is that of `Manifest`.
     """
     files = {}
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.name not in (MANIFEST, STABLE) and path.name[0] != ".":
             sync(path)
             record = (written or {}).get(path.name)
-            files[path.name] = record or FileRecord(file_size(path), _sha256(path))
+            files[path.name] = record or FileRecord(file_size(path), sha256_of(path))
     listed = {name: {"size": w.size, "sha256": w.sha256} for name, w in files.items()}
-    body = {"format": FORMAT, "files": listed} | ({"tensors": dict(tensors)} if tensors else {})
+    body: dict[str, Any] = {"format": FORMAT, "files": listed}
+    body |= {"tensors": dict(tensors)} if tensors else {}
+    body |= {"ranks": ranks} if ranks is not None else {}
     write_whole(directory / MANIFEST, json.dumps(body, indent=1).encode())
-    return Manifest(MappingProxyType(files), MappingProxyType(dict(tensors or {})))
+    return Manifest(MappingProxyType(files), MappingProxyType(dict(tensors or {})), ranks)
 
 
 def mark_stable(directory: Path) -> None:
@@ -150,16 +163,22 @@ def check_stable(directory: Path, manifest: Manifest | None) -> None:
         )
 
 
-def _record(name: str, raw: Any, path: Path) -> FileRecord:
+def check_beside(name: str, path: Path) -> None:
+    """Raise CheckpointError if the file `path` names a file that is not beside it."""
     if Path(name).name != name:
         raise CheckpointError(f"{path} names {name!r}, which is not a file beside it")
+
+
+def _record(name: str, raw: Any, path: Path) -> FileRecord:
+    check_beside(name, path)
     size, sha256 = (raw.get("size"), raw.get("sha256")) if isinstance(raw, dict) else (None, None)
     if type(size) is not int or not isinstance(sha256, str):
         raise CheckpointError(f"{path} gives no size and sha256 of {name!r}")
     return FileRecord(size, sha256)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises CheckpointError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

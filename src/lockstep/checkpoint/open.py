@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.manifest import Manifest, check_stable
 from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.sliced_reader import SlicedReader
 from lockstep.checkpoint.whole_reader import WholeReader
 from lockstep.tokens.errors import CheckpointError
 
@@ -22,5 +23,8 @@ def open_checkpoint(directory: Path) -> CheckpointReader:
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
-    check_stable(directory, Manifest.read(directory))
+    manifest = Manifest.read(directory)
+    check_stable(directory, manifest)
+    if manifest is not None and manifest.ranks is not None:
+        return SlicedReader.open(directory, manifest)
     return WholeReader.open(directory)

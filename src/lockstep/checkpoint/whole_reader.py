@@ -23,7 +23,7 @@ class WholeReader:
         self.directory = directory
         self.files = tuple(file.path for file in files)
         self._places: dict[str, tuple[Path, TensorEntry]] = {}
-        self._mapped: dict[Path, Bytes] = {}
+        self._mapped = MappedFiles()
         for file in files:
             for entry in file.entries:
                 if entry.name in self._places:
@@ -46,7 +46,17 @@ class WholeReader:
         yield from read_parts(path, entry.start, entry.end)
 
     def array(self, name: str) -> Bytes:
-        path, entry = self._places[name]
+        return self._mapped.read(*self._places[name])
+
+
+class MappedFiles:
+    """Files that are mapped into memory when a tensor of theirs is first read."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, Bytes] = {}
+
+    def read(self, path: Path, entry: TensorEntry) -> Bytes:
+        """Return the bytes of a tensor. Raises CheckpointError for a file that became shorter."""
         if path not in self._mapped:
             self._mapped[path] = map_file(path)
         data = self._mapped[path][entry.start : entry.end]

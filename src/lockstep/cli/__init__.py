@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep import __version__
-from lockstep.cli import dynamo
+from lockstep.cli import checkpoints, dynamo
 from lockstep.cli.check import check
 from lockstep.cli.doctor import doctor
 from lockstep.cli.extras import missing_extra
@@ -46,6 +46,7 @@ app.command()(rollout)
 app.command()(check)
 app.command(rich_help_panel=control.PANEL)(dashboard)
 app.add_typer(dynamo.app, name="dynamo")
+app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(keys.app, name="keys")
 app.add_typer(export.app, name="export")
 control.register(app)

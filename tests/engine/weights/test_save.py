@@ -76,13 +76,13 @@ def test_a_checkpoint_is_not_read_again_to_be_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = []
-    whole = manifest._sha256
+    whole = manifest.sha256_of
 
     def sha256(path: Path) -> str:
         hashed.append(path.name)
         return whole(path)
 
-    monkeypatch.setattr(manifest, "_sha256", sha256)
+    monkeypatch.setattr(manifest, "sha256_of", sha256)
     path = save_checkpoint(tiny(), tmp_path / "step", sequences=[[1, 2, 3]])
     assert "model.safetensors" not in hashed
     assert Checkpoint.validate(path, verify_hashes=True)
