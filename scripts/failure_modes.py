@@ -100,6 +100,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F92": ("turns of one session on several gateways overwrite each other, or are treated as an edited history", "every gateway reads new turns before it plans; a turn is stored only after the head it was planned on, otherwise after the newer turns"),
     "F76": ("a worker's impossible response (positive logprob, id outside the vocabulary, more tokens than allowed) becomes a sample, or a 400 to the client", "the worker is at fault: 502 that names it, counted, ejected; nothing stored"),
     "F97": ("a request that ends its worker is retried until no worker is left", "never sent to a third worker; its digest is refused for five minutes"),
+    "F99": ("text that looks like control tokens becomes control tokens, so that a file can forge turns", "messages are encoded as text, whatever they spell out; control tokens come from the template only"),
     "F100": ("logprobs of a truncated or masked distribution are compared with those of the whole vocabulary, or of sets selected again under other weights", "the set that each token was drawn from is recorded and replayed; a sample without it is marked, and training on it is an error"),
 }  # fmt: skip
 

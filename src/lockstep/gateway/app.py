@@ -217,6 +217,7 @@ async def serve_gateway(
             find_adapter,
             private,
             fleet.pool.response_check,
+            options.control_tokens_in_text,
         )
         context = GatewayContext(
             pool=fleet.pool, models=models, sessions=sessions, limits=options.limits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 from lockstep.backends.transport import ModelCard
@@ -48,11 +49,13 @@ class ModelRegistry:
         find_adapter: AdapterFinder | None = None,
         private: str | None = None,
         response_check: ResponseCheck | None = None,
+        control_tokens_in_text: bool = False,
     ) -> None:
         self._fetch = fetch
         self._find_adapter = find_adapter
         self._private = private
         self._response_check = response_check
+        self._load = partial(Renderer.load, control_tokens_in_text=control_tokens_in_text)
         self._tokenizer = tokenizer
         self._cards: dict[str, ModelCard] = {}
         self._fetched_at = float("-inf")
@@ -107,7 +110,7 @@ class ModelRegistry:
             async with self._loading:
                 if self._renderer is None:
                     # Not `off_loop`: a download would hold one of its few threads.
-                    renderer = await asyncio.to_thread(Renderer.load, await self._source())
+                    renderer = await asyncio.to_thread(self._load, await self._source())
                     if self._response_check is not None:
                         size = len(renderer.tokenizer)
                         self._response_check.vocab_size = size + max(PADDING, size // 8)

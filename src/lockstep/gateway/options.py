@@ -34,6 +34,13 @@ class GatewayOptions:
         str | None,
         Flag("Bundled model or directory whose tokenizer is used; by default the model's."),
     ] = None
+    control_tokens_in_text: Annotated[
+        bool,
+        Flag(
+            "Encode control tokens that messages spell out, such as <|im_end|>, as control tokens, "
+            "as other servers do. Any file that a tool returns can then forge turns."
+        ),
+    ] = False
     single_port: Annotated[
         bool,
         Flag(

@@ -8,6 +8,7 @@ tunes and renamed models, and rejects look-alikes with another template.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,8 +18,12 @@ from lockstep.tokens.errors import BadRequest
 
 log = logging.getLogger(__name__)
 
+TAG = re.compile(r"</?(?:think|tools?|tool_\w+|arg_\w+|function\w*|parameter\w*)>")
+"""Tokens that structure the inside of a turn, such as thinking and calls."""
 NOT_FAMILIES = ("auto", "custom", "default")
 KEEPS_THINKING = "all"
+CHANNELLED = frozenset({"gpt-oss", "gemma4", "inkling", "hy3", "deepseek-v4"})
+"""Families whose text between markers may be structure: any control token may mean something."""
 
 TOOL: Plain = {
     "type": "function",
@@ -78,6 +83,40 @@ def find_family(template: Template, hint: str = "") -> str | None:
         if renderer is not None and all(_writes(renderer, probe, ids) for probe, ids in expected):
             return name
     return None
+
+
+def control_tokens(template: Template) -> list[str]:
+    """Return the tokens that no message may bring: special ones, and those that the template writes
+    around messages. Tags inside a turn are none.
+    """
+    written = {token for probe in PROBES for token in _template_ids(template, probe) or ()}
+    return [
+        token.content
+        for number, token in getattr(template.tokenizer, "added_tokens_decoder", {}).items()
+        if len(token.content.strip()) > 1  # some vocabularies add runs of line breaks
+        and (token.special or number in written)
+        and not TAG.fullmatch(token.content)
+    ]
+
+
+def unshown_tokens(template: Template, renderer: Any) -> frozenset[int]:
+    """Return the control tokens that mean nothing inside a completion, where one may sample them.
+
+    Not those that a template writes for calls or that its parser knows: they are structure.
+    """
+    plain, others = (
+        {
+            token
+            for probe in PROBES
+            if (probe[1] is None) is without_tools
+            for token in _template_ids(template, probe) or ()
+        }
+        for without_tools in (True, False)
+    )
+    known = {value for value in vars(renderer).values() if isinstance(value, int)}
+    convert = template.tokenizer.convert_tokens_to_ids
+    ids = {convert(token) for token in control_tokens(template)}
+    return frozenset(ids - ((others | known) - plain))
 
 
 def make_family(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from lockstep.render.control_text import MARK, ControlText
 from lockstep.render.segment_cache import SegmentCache
 
 SHORT = 48
@@ -23,6 +24,8 @@ class FastTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._own = tokenizer
+        self.control: ControlText | None = None
+        """Encodes the text of marked messages."""
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._segments = SegmentCache.of(self._backend) if self._backend is not None else None
         self._short = lru_cache(maxsize=1024)(self._encode)
@@ -39,6 +42,8 @@ class FastTokenizer:
         return list(self._short(text) if len(text) <= SHORT else self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
+        if self.control is not None and MARK in text:
+            return self.control.encode(text)
         if self._backend is None:
             return list(self._own.encode(text, add_special_tokens=False))
         if len(text) > LONG and self._segments is not None:

@@ -22,7 +22,15 @@ from lockstep.http.off_loop import LONG_COMPLETION_TOKENS, off_loop
 from lockstep.models import bundled
 from lockstep.protocol.json.lazy_ids import PlannedIds
 from lockstep.render.bridge import FamilyBridge, TemplateBridge
-from lockstep.render.family import find_family, make_family, plain_family
+from lockstep.render.control_text import ControlText
+from lockstep.render.family import (
+    CHANNELLED,
+    control_tokens,
+    find_family,
+    make_family,
+    plain_family,
+    unshown_tokens,
+)
 from lockstep.render.fast_tokenizer import FastTokenizer
 from lockstep.render.messages import Plain, plain_messages, plain_tools
 from lockstep.render.parsed_message import (
@@ -65,8 +73,12 @@ class Renderer:
         template_kwargs: Mapping[str, Any] | None = None,
         model_type: str = "",
         stop_token_ids: Iterable[int] = (),
+        control_tokens_in_text: bool = False,
     ) -> None:
         """Create a renderer; `family` names a family of `renderers` and skips the search for it.
+
+        Control tokens that messages spell out are encoded as text, so that no file can forge a
+        turn; with `control_tokens_in_text` they are control tokens, as in other servers.
 
         A tokenizer without a chat template encodes and decodes text, and renders no messages unless
         its family is named.
@@ -86,11 +98,20 @@ class Renderer:
             if self.family
             else plain_family(self.template)
         )
+        if not control_tokens_in_text:
+            control = ControlText(tokenizer, control_tokens(self.template))
+            self.template.control = fast.control = control
+        self.control_tokens_in_text = control_tokens_in_text
         self._template_bridge = TemplateBridge(self.template) if self.template.source else None
         self._family_bridge = self._make_family_bridge()
         self.stop_token_ids = self._stop_token_ids(stop_token_ids)
         # The format's own parser cuts at the end tokens it knows; the others are handled here.
         self._other_ends = frozenset(self.stop_token_ids) - set(self._renderer.get_stop_token_ids())
+        self.unshown: frozenset[int] = frozenset()
+        """Control tokens that no message shows where they were sampled."""
+        if self.family not in CHANNELLED:
+            unshown = unshown_tokens(self.template, self._renderer)
+            self.unshown = unshown - set(self.stop_token_ids)
         self._thought_ids = frozenset(
             ids[0]
             for marker in ("<think>", "</think>")
@@ -105,6 +126,7 @@ class Renderer:
         thinking: Thinking = "keep",
         family: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens_in_text: bool = False,
     ) -> Renderer:
         """Return the renderer of a bundled model, a tokenizer directory or a hub name; cached.
 
@@ -114,7 +136,7 @@ class Renderer:
         where = str(place.resolve()) if place.exists() else str(model)
         kwargs = json.dumps(template_kwargs or {}, sort_keys=True)
         with _LOADING:
-            return _load(where, thinking, family, kwargs)
+            return _load(where, thinking, family, kwargs, control_tokens_in_text)
 
     @property
     def bridge(self) -> str | None:
@@ -155,7 +177,9 @@ class Renderer:
             raise BadRequest(NO_TEMPLATE, param="messages")
         return list(
             self._renderer.render_ids(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt
+                self.template.mark(messages),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
             )
         )
 
@@ -179,7 +203,8 @@ class Renderer:
         which with thinking="template" declines where the template drops thinking.
         """
         if self._family_bridge is not None:
-            extension = self._family_bridge.extend(prompt_ids, completion_ids, messages, tools)
+            marked = list(self.template.mark(messages))
+            extension = self._family_bridge.extend(prompt_ids, completion_ids, marked, tools)
             if extension is not None:
                 return extension
         if family_only or self._template_bridge is None:
@@ -207,7 +232,8 @@ class Renderer:
 
         Client and gateway, whole and streamed responses all end here. Nothing is lost: everything
         that is not part of a parsed call is content. Without `tools` nothing is a call. The prompt
-        tells whether it already opened the thinking. `verbatim` takes everything as content,
+        tells whether it already opened the thinking. Control tokens that mean nothing inside a turn
+        are left out. `verbatim` takes everything as content,
         including whitespace: the rest of a message that the client began. `stop` is the stop string
         that the last token completed: the text ends before it, or after it with `include_stop`.
         """
@@ -218,6 +244,7 @@ class Renderer:
                 if verbatim:
                     return replace(message, content=message.content + cut.text)
                 return with_tail(message, self.decode(cut.ids), cut.text)
+        token_ids = self._shown(token_ids)
         if verbatim:
             return ParsedMessage(self.decode(self._before_stop(token_ids)))
         specs = plain_tools(tools)
@@ -258,6 +285,7 @@ class Renderer:
         """
         # Only the last opening of a turn matters, and it is in the ids after the previous turn.
         tail = prompt_ids.added if isinstance(prompt_ids, PlannedIds) else list(prompt_ids)
+        token_ids = self._shown(token_ids)
         if self._other_ends:
             token_ids = _before(token_ids, self._other_ends)
         try:
@@ -269,6 +297,12 @@ class Renderer:
             ends = self.stop_token_ids
             return unparsed_message(self.decode(t for t in token_ids if t not in ends), prompt_ids)
         return parse_message(parsed, token_ids, tools, prompt_ids)
+
+    def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the ids without the control tokens that mean nothing where they were sampled."""
+        if self.unshown.isdisjoint(token_ids):
+            return token_ids
+        return [token for token in token_ids if token not in self.unshown]
 
     def _before_stop(self, token_ids: Sequence[int]) -> list[int]:
         return _before(token_ids, self.stop_token_ids)
@@ -342,7 +376,13 @@ _DIGESTS: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 
 @functools.lru_cache(maxsize=32)
-def _load(where: str, thinking: Thinking, family: str | None, kwargs: str) -> Renderer:
+def _load(
+    where: str,
+    thinking: Thinking,
+    family: str | None,
+    kwargs: str,
+    control_tokens_in_text: bool,
+) -> Renderer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -374,6 +414,7 @@ def _load(where: str, thinking: Thinking, family: str | None, kwargs: str) -> Re
         template_kwargs=json.loads(kwargs),
         model_type=str(config.get("model_type", "")),
         stop_token_ids=ends if isinstance(ends, list) else [ends],
+        control_tokens_in_text=control_tokens_in_text,
     )
 
 

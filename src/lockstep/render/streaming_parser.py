@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from lockstep.render.family import CHANNELLED
 from lockstep.render.messages import plain_tools
 from lockstep.render.parsed_message import Call, ParsedMessage
 from lockstep.render.renderer import Renderer
@@ -27,8 +28,6 @@ PROBE = "a , b . c 's d ?"
 STAND_IN = "\ufffd"
 LONGEST_MARK = 40
 """Characters after which an opened `<` cannot be a marker of any format."""
-CHANNELLED = frozenset({"gpt-oss", "gemma4", "inkling", "hy3", "deepseek-v4"})
-"""Families whose text between markers may be structure: emitted only at the end."""
 BARE_CALLS = frozenset({"llama-3"})
 """Families whose tool calls are JSON without a marker: text that starts like JSON is held back."""
 
@@ -113,6 +112,8 @@ class StreamingParser:
         return parsed, self._advance(content, parsed.reasoning or "", parsed.tool_calls)
 
     def _take(self, token: int) -> MessagePart:
+        if token in self._renderer.unshown:
+            return NOTHING
         self._ids.append(token)
         if self._held:
             return NOTHING

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from lockstep.render.control_text import MARK, ControlText
 from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest
 
@@ -24,6 +25,8 @@ class Template:
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
+        self.control: ControlText | None = None
+        """Keeps control tokens in messages text; without it, they are control tokens."""
         self.source: str = str(getattr(tokenizer, "chat_template", "") or "")
         pinned = {name: value for name, value in PINNED.items() if name in self.source}
         self.kwargs = {**pinned, **(kwargs or {})}
@@ -37,10 +40,10 @@ class Template:
     ) -> str:
         """Return the conversation as text.
 
-        `add_generation_prompt` ends it with the opening of an assistant turn. Raises BadRequest if
-        the template rejects these messages.
+        `add_generation_prompt` ends it with the opening of an assistant turn. Control tokens in
+        messages are marked, for `encode`. Raises BadRequest if the template rejects these messages.
         """
-        spelled = [self._spell(message) for message in messages]
+        spelled = [self._spell(message) for message in self.mark(messages)]
         try:
             rendered = self.tokenizer.apply_chat_template(
                 spelled,
@@ -51,10 +54,15 @@ class Template:
             )
         except Exception as error:
             # A template is a program of its own: any exception means that it rejected the messages.
+            why = str(error).replace(MARK, "")
             raise BadRequest(
-                f"the chat template refuses these messages: {error}", param="messages"
+                f"the chat template refuses these messages: {why}", param="messages"
             ) from error
         return str(rendered)
+
+    def mark(self, messages: Sequence[Plain]) -> Sequence[Plain]:
+        """Return the messages with their control tokens marked as text."""
+        return messages if self.control is None else self.control.mark(messages)
 
     def ids(
         self, messages: Sequence[Plain], tools: list[Plain] | None, *, add_generation_prompt: bool

@@ -92,7 +92,8 @@ def test_text_ends_at_a_stop_string_and_nothing_of_it_is_streamed(
     matcher = StopMatcher([stop])
     ids: list[int] = []
     match = None
-    for token in renderer.encode("".join(parts).replace("<|im_end|>", "")):
+    text = "".join(parts).replace("<|im_end|>", "").replace("<|im_start|>", "")
+    for token in renderer.encode(text):
         ids.append(token)
         if (match := matcher.feed(renderer.pieces.data(token))) is not None:
             break

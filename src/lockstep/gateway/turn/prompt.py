@@ -104,6 +104,8 @@ def render_open_message(chat: ChatRequest, renderer: Renderer) -> list[int]:
             param="continue_final_message",
         )
     text = renderer.template.text(messages, tools, add_generation_prompt=False)
+    (marked,) = renderer.template.mark([last])
+    content = marked["content"]
     # Templates strip the space around a message, but the model continues what the client wrote:
     # its trailing space is put back.
     at = text.rfind(content.strip())

@@ -137,6 +137,7 @@ def _with_variables(base: Renderer, kwargs: dict[str, Any]) -> Renderer:
             family=base.family,
             template_kwargs={**base.template.kwargs, **kwargs},
             stop_token_ids=base.stop_token_ids,
+            control_tokens_in_text=base.control_tokens_in_text,
         )
     except ValueError as error:
         # The variable exists, but the chat format rejects this value.
