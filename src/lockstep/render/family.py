@@ -113,10 +113,10 @@ def unshown_tokens(template: Template, renderer: Any) -> frozenset[int]:
         }
         for without_tools in (True, False)
     )
-    known = {value for value in vars(renderer).values() if isinstance(value, int)}
+    markers = {value for value in vars(renderer).values() if isinstance(value, int)}
     convert = template.tokenizer.convert_tokens_to_ids
     ids = {convert(token) for token in control_tokens(template)}
-    return frozenset(ids - ((others | known) - plain))
+    return frozenset(ids - ((others | markers) - plain))
 
 
 def make_family(
