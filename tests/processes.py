@@ -97,7 +97,8 @@ class WorkerProcess:
 
 
 TOP = ("model", "request_id", "cache_salt", "priority", "return_token_ids", "stream_options",
-       "return_routed_experts", "routed_experts_format", "weight_version",
+       "return_routed_experts", "routed_experts_format", "return_sampling_mask",
+       "sampling_mask_format", "weight_version",
        "min_weight_version")  # fmt: skip
 
 

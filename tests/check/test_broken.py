@@ -134,6 +134,11 @@ FAULTS = {
         "scores.mode",
         "the server says raw",
     ),
+    "supports dropped": (
+        Fault(response=per_choice(lambda choice: choice | {"sampling_mask": None})),
+        "scores.support",
+        "no sampling_mask came",
+    ),
     "prompt logprobs dropped": (
         Fault(response=without("prompt_logprobs")),
         "scores.prompt",

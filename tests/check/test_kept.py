@@ -41,7 +41,7 @@ def test_a_worker_keeps_every_data_row(worker: WorkerProcess) -> None:
     assert result.exit_code == 0
     by_row = verdicts(result)
     passed = [name for name, verdict in by_row.items() if verdict == "pass"]
-    assert len(passed) == 29
+    assert len(passed) == 30
     assert {name for name, verdict in by_row.items() if verdict == "n.a."} == {
         "text.tokenize", "text.template", "text.chat", "text.detokenize",
         "clients.tools", "experts.rows", "experts.start",

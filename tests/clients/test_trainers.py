@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from lockstep.models import bundled
 from lockstep.render import Renderer
@@ -27,6 +30,26 @@ async def test_renderers_client(clients: Clients, session: str) -> None:
     assert result["bridged"] == 2
     sample = await clients.exact_sample(session)
     assert sample.token_ids == result["ids"]
+
+
+@pytest.mark.failure_mode("F100")
+def test_verifiers_and_prime_rl_renormalise_over_the_sets(dense: Clients) -> None:
+    """prime-rl's trainer subtracts the logsumexp of the set's logits from the token's logit."""
+    place = str(bundled("tiny"))
+    turn = dense.run("renderers_truncated", place, base=f"{dense.served.url}/v1")
+    assert len(turn["counts"]) == len(turn["ids"])
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    with torch.no_grad():
+        ids = turn["prompt"] + turn["ids"]
+        logits = model(torch.tensor([ids])).logits[0].double() / 1.2
+    whole, replayed = [], []
+    sets = torch.tensor(turn["mask_ids"]).split(turn["counts"])
+    for at, (token, own) in enumerate(zip(turn["ids"], sets, strict=True), len(turn["prompt"]) - 1):
+        assert token in own
+        replayed.append(float(logits[at, token] - logits[at, own].logsumexp(0)))
+        whole.append(float(logits[at, token] - logits[at].logsumexp(0)))
+    assert replayed == pytest.approx(turn["logprobs"], abs=1e-5)
+    assert max(ours - theirs for ours, theirs in zip(turn["logprobs"], whole, strict=True)) > 0.01
 
 
 def test_openenv_grades_the_endpoint_as_trainable(dense: Clients) -> None:

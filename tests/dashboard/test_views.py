@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.render import Renderer
 from lockstep.render.authors import authors, messages
-from lockstep.tokens import Completion, VersionSpan
+from lockstep.tokens import Completion, Shaping, Support, VersionSpan
 from lockstep.tokens.errors import NotFound
 from lockstep.tokens.operation import Operation, WorkerResult
 
@@ -38,7 +39,12 @@ def views(sessions: Sessions) -> SessionViews:
 
 
 async def say(
-    sessions: Sessions, name: str, history: list[dict[str, Any]], reply: str, finish: str = "stop"
+    sessions: Sessions,
+    name: str,
+    history: list[dict[str, Any]],
+    reply: str,
+    finish: str = "stop",
+    **more: Any,
 ) -> list[dict[str, Any]]:
     """One turn in which the model says `reply`; the history with it."""
     renderer = MODELS.loaded
@@ -50,7 +56,7 @@ async def say(
     completion = Completion(
         token_ids=ids, logprobs=[-0.25 * (at + 1) for at in range(len(ids))], prompt_ids=prompt,
         finish=cast(Any, finish), worker="w0", request_id=f"r{len(history)}",
-        versions=(VersionSpan("one", 0, half), VersionSpan("two", half, len(ids))),
+        versions=(VersionSpan("one", 0, half), VersionSpan("two", half, len(ids))), **more,
     )  # fmt: skip
     message = {"role": "assistant", "content": reply}
     await session.commit(plan, [(completion, message)])
@@ -74,6 +80,22 @@ async def test_the_tokens_of_a_branch_are_those_of_its_sample() -> None:
         assert [span.author for span in tokens.segments] == ["user", "assistant"] * 2
         assert [span.end for span in tokens.segments[:-1]] == [s.start for s in tokens.segments[1:]]
         assert "".join(page.texts) == MODELS.loaded.decode(sample.token_ids)
+
+
+@pytest.mark.failure_mode("F100")
+async def test_tokens_show_the_size_of_the_sets_they_were_drawn_from() -> None:
+    async with Sessions() as sessions:
+        question = {"role": "user", "content": "Hi"}
+        ids = MODELS.loaded.encode("a<|im_end|>")
+        support = Support.of_ids([[token, 600 + at] for at, token in enumerate(ids)], 1000)
+        recorded = {"shaping": Shaping(top_p=0.9), "support": support}
+        history = await say(sessions, "s", [question], "a", **recorded)
+        truncated = Shaping(top_p=0.9)
+        history = await say(sessions, "s", [*history, question], "a", shaping=truncated)
+        await say(sessions, "s", [*history, question], "a")
+        page = (await views(sessions).branch("s", 0)).page(0, 10**6)
+        runs = [value for value, _ in groupby(page.supports)]
+        assert runs == [None, 2, None, 0, None]
 
 
 async def test_an_aborted_turn_is_sampled_and_masked() -> None:

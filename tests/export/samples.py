@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.tokens import Sample, VersionSpan
+from lockstep.tokens import Sample, ShapedSpan, Shaping, Support, VersionSpan
 from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.sample import TrainedSpan
 
@@ -27,6 +27,14 @@ def two_turns(seed: int = 0) -> Sample:
         logprob_mode="processed",
         temperature=0.7,
         experts=RoutedExperts(bytes(range(26)), (13, 1, 2), "uint8", 0),
+        shaping=(ShapedSpan(4, 9, Shaping(top_p=0.9)),),
+        support=Support.join(
+            [
+                Support.unrecorded(4, 100),
+                Support.of_ids([[10], [11, 40], [12], list(range(100)), [3, 14]], 100),
+                Support.unrecorded(5, 100),
+            ]
+        ),
         workers=("w0", "w1"),
         trained_in=(TrainedSpan(0, 1, 3),),
         stops=((8, 9),),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from lockstep.export.exported import ExportedSample, samples_of_run
 from lockstep.export.traces import openenv_trace, verifiers_trace
 from lockstep.tokens import Sample
+from lockstep.train.records.transcript import _drawn
 from tests.export.samples import two_turns
 
 
@@ -35,7 +37,7 @@ def run_directory(where: Path, sample: Sample) -> Path:
         versions[span.start : span.end] = [span.version] * (span.end - span.start)
     row = {"step": 3, "env": "reverse", "reward": 0.5, "advantage": -0.25, "versions": versions,
            "token_ids": sample.token_ids, "sampled_mask": sample.sampled_mask,
-           "logprobs": sample.logprobs, "workers": ["w0"]}  # fmt: skip
+           "logprobs": sample.logprobs, "workers": ["w0"], **_drawn(sample)}  # fmt: skip
     where.mkdir()
     (where / "samples.jsonl").write_text(json.dumps(row) + "\n")
     (where / "metrics.jsonl").write_text("")
@@ -68,6 +70,7 @@ def test_samples_of_a_run_have_its_spans_and_its_sampling(tmp_path: Path) -> Non
     assert exported.sample.logprobs == sample.logprobs
     assert exported.sample.temperature == 0.7
     assert exported.sample.reward == 0.5
+    assert (exported.sample.shaping, exported.sample.support) == (sample.shaping, sample.support)
 
 
 def test_openenv_traces_have_a_turn_for_each_sampled_range() -> None:
@@ -80,6 +83,8 @@ def test_openenv_traces_have_a_turn_for_each_sampled_range() -> None:
     assert two["per_token_logps"] == sample.logprobs[11:]
     assert two["loss_mask"] == [0] * 11 + [1] * 3
     assert one["node_id"] != two["node_id"]
+    assert sample.support is not None
+    assert one["metadata"]["sampling_mask"] == sample.support.slice(4, 9).lists()
 
 
 def test_the_nodes_of_a_verifiers_trace_add_up_to_the_sample() -> None:
@@ -94,6 +99,16 @@ def test_the_nodes_of_a_verifiers_trace_add_up_to_the_sample() -> None:
     assert nodes[1]["logprobs"] + nodes[3]["logprobs"] == [each for each in sample.logprobs if each]
     assert nodes[1]["message"] == {"role": "assistant", "content": "5 tokens"}
     assert trace["rewards"] == {"reward": {"score": 0.1}}
+    assert sample.support is not None
+    assert trace["info"]["sampling_mask"] == sample.support.lists()
+    assert trace["info"]["support"] is None
+
+
+@pytest.mark.failure_mode("F100")
+def test_traces_say_where_the_sets_of_a_truncated_draw_are_missing() -> None:
+    exported = ExportedSample(sample=replace(two_turns(), support=None), source="s", index=0)
+    assert verifiers_trace(exported, str)["info"]["support"] == "absent"
+    assert openenv_trace(exported)["turns"][0]["metadata"]["support"] == "absent"
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lockstep.protocol.sglang.generate import SglangStreamDecoder, decode_sglang
+from lockstep.protocol.sglang.generate import SglangStreamDecoder, decode_sglang, encode_sglang
 from lockstep.tokens.errors import (
     BadExperts,
     BadLogprob,
@@ -91,3 +92,32 @@ def test_cumulative_events_end_in_the_whole_answer() -> None:
     assert stream.finish() == [decode_sglang(sglang_body(), reading())]
     with pytest.raises(Misaligned, match="cumulative"):
         stream.feed(one)
+
+
+@pytest.mark.failure_mode("F100")
+def test_supports_bring_the_logprobs_that_belong_to_them() -> None:
+    """The other logprobs are those of the whole vocabulary."""
+    masks, own = [[11, 40], [12]], [-0.125, 0.0]
+    body = sglang_body(output_token_sampling_mask=masks, output_token_sampling_logprobs=own)
+    completion = decode_sglang(body, reading(sampling={"top_k": 5}))
+    assert completion.support is not None
+    assert completion.support.lists() == masks
+    assert (completion.logprobs, completion.logprob_mode) == (own, "processed")
+
+
+@pytest.mark.failure_mode("F100")
+@pytest.mark.parametrize(
+    ("options", "requested"),
+    [
+        ({"top_k": 5, "top_p": 0.9}, True),
+        ({"top_p": 0.9}, None),
+        ({"top_k": 5000}, None),
+        ({}, None),
+    ],
+)
+def test_supports_are_requested_where_sglang_has_them(
+    options: dict[str, Any], requested: bool | None
+) -> None:
+    request = reading(sampling=options).request
+    body = json.loads(encode_sglang(request, mode="processed", max_new_tokens=4, adapter=None))
+    assert body.get("return_sampling_mask") is requested

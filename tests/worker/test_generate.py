@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from lockstep.engine import exact
 from lockstep.models import bundled
 from lockstep.tokens.numerics import NumericsPlan
+from lockstep.tokens.support import PackedSupport
 from tests.processes import GENERATE, WorkerProcess
 
 PROMPT = [11, 29, 3, 77, 5, 140, 9]
@@ -67,6 +69,46 @@ async def test_logprobs_are_processed_by_default_and_labelled(worker: WorkerProc
     assert processed["choices"][0]["logprobs"] != raw["choices"][0]["logprobs"]
     _, models = await worker.get("/v1/models")
     assert models["data"][0]["logprob_mode"] == "processed"
+
+
+@pytest.mark.failure_mode("F100")
+async def test_truncated_draws_have_their_sets_in_vllms_form(worker: WorkerProcess) -> None:
+    options = {"max_tokens": 6, "seed": 4, "top_k": 5, "top_p": 0.9, "ignore_eos": True}
+    _, body = await worker.generate(PROMPT, logprobs=8, **options)
+    (choice,) = body["choices"]
+    assert len(choice["sampling_mask"]) == 6
+    tops = [entry["top_logprobs"] for entry in choice["logprobs"]["content"]]
+    for token, own, top in zip(choice["token_ids"], choice["sampling_mask"], tops, strict=True):
+        assert token in own
+        assert own == sorted({entry["token_id"] for entry in top})
+    body_fields = {"return_sampling_mask": True, "sampling_mask_format": "packed"}
+    _, packed = await worker.generate(PROMPT, **options, **body_fields)
+    support = msgspec.convert(packed["choices"][0]["sampling_mask"], PackedSupport).value()
+    assert support.lists() == choice["sampling_mask"]
+    events = await worker.events(PROMPT, logprobs=0, **options)
+    masks = [event["choices"][0]["sampling_mask"] for event in events]
+    assert [row for rows in masks if rows for row in rows] == choice["sampling_mask"]
+
+
+@pytest.mark.failure_mode("F100")
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [
+        ({"logprobs": 0, "top_p": 0.5}, True),
+        ({"logprobs": 0, "top_p": 0.5, "return_sampling_mask": False}, False),
+        ({"logprobs": 0, "top_p": 0.5, "logprob_mode": "raw"}, False),
+        ({"top_p": 0.5}, False),
+        ({"logprobs": 0, "return_sampling_mask": True}, False),
+        ({"logprobs": 0, "allowed_token_ids": [5, 9]}, False),
+        ({"allowed_token_ids": [5, 9], "return_sampling_mask": True}, True),
+    ],
+    ids=str,
+)
+async def test_sets_come_where_logprobs_need_them(
+    worker: WorkerProcess, options: dict[str, Any], recorded: bool
+) -> None:
+    _, body = await worker.generate(PROMPT, max_tokens=2, seed=1, **options)
+    assert (body["choices"][0]["sampling_mask"] is not None) is recorded
 
 
 @pytest.mark.failure_mode("F66")

@@ -12,8 +12,8 @@ from lockstep.tokens.errors import BadRequest
 
 SAMPLING = frozenset(field.name for field in fields(Sampling))
 SENDING = frozenset(
-    ("cache_salt", "priority", "experts_start", "weight_version", "min_weight_version", "nvext",
-     "headers", "timeout", "allow_nonfinite", "request_id")
+    ("cache_salt", "priority", "experts_start", "support", "weight_version", "min_weight_version",
+     "nvext", "headers", "timeout", "allow_nonfinite", "request_id")
 )  # fmt: skip
 SEQUENCES = ("stop", "stop_token_ids", "allowed_token_ids")
 

@@ -33,7 +33,8 @@ class TokenPage(msgspec.Struct, frozen=True):
     """Tokens [start, start + len(ids)) by columns. Repeated values are [value, count] pairs.
 
     `mask` says which tokens the branch's own samples train. Logprobs are None for tokens that were
-    not sampled.
+    not sampled. `supports` are the sizes of the sets that tokens were drawn from: 0 where it was
+    not recorded, None where nothing restricted it.
     """
 
     start: int
@@ -46,6 +47,7 @@ class TokenPage(msgspec.Struct, frozen=True):
     versions: list[list[Any]]
     turns: list[list[Any]]
     logprobs: list[float | None]
+    supports: list[int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class BranchTokens:
     versions: list[str | None]
     turns: list[int]
     logprobs: list[float | None]
+    supports: list[int | None]
     segments: list[MessageSpan]
 
     @classmethod
@@ -71,12 +74,15 @@ class BranchTokens:
         sampled: list[bool] = []
         turns: list[int] = []
         logprobs: list[float | None] = []
+        supports: list[int | None] = []
         versions: list[str | None] = [None] * branch.last.end
         for node in path:
             sampled += [False] * len(node.prompt) + [True] * len(node.sampled)
             turns += [node.index] * (len(node.prompt) + len(node.sampled))
             logprobs += [None] * len(node.prompt)
             logprobs += node.logprobs
+            supports += [None] * len(node.prompt)
+            supports += _support_sizes(node)
             for span in node.versions:
                 begin, end = node.sampled_start + span.start, node.sampled_start + span.end
                 versions[begin:end] = [span.version] * (end - begin)
@@ -85,7 +91,7 @@ class BranchTokens:
         written_by = authors(texts, sampled)
         return cls(
             ids, texts, written_by, sampled, _mask(nodes, branch, len(ids)), versions, turns,
-            logprobs, list(_segments(texts, written_by, turns)),
+            logprobs, supports, list(_segments(texts, written_by, turns)),
         )  # fmt: skip
 
     def page(self, start: int, end: int) -> TokenPage:
@@ -102,6 +108,7 @@ class BranchTokens:
             versions=runs(self.versions[here]),
             turns=runs(self.turns[here]),
             logprobs=self.logprobs[here],
+            supports=self.supports[here],
         )
 
 
@@ -124,6 +131,14 @@ def token_texts(ids: Iterable[int], renderer: Renderer | None) -> list[str]:
                 text_by_id[token] = ""
         texts.append(text_by_id[token])
     return texts
+
+
+def _support_sizes(node: Node) -> list[int | None]:
+    if node.support is not None:
+        sizes: list[int | None] = node.support.sizes().tolist()
+        return sizes
+    restricted = node.shaping is not None and node.shaping.restricts
+    return [0 if restricted else None] * len(node.sampled)
 
 
 def _mask(nodes: Sequence[Node], branch: Branch, total: int) -> list[bool]:

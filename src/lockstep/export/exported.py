@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from lockstep.run_record import METRICS, Run
-from lockstep.tokens import Sample, VersionSpan
+from lockstep.tokens import Sample, ShapedSpan, VersionSpan
 from lockstep.tokens.errors import BadRequest, LockstepError
+from lockstep.tokens.support import PackedSupport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ def samples_of_run(path: Path) -> Iterator[ExportedSample]:
     for index, row in enumerate(run.samples):
         try:
             sample = _sample_of_row(row, rollout)
-        except (KeyError, TypeError, LockstepError) as error:
+        except (KeyError, TypeError, msgspec.MsgspecError, LockstepError) as error:
             raise BadRequest(
                 f"sample {index} of {path} cannot be read: {error!r}", param="source"
             ) from None
@@ -68,6 +69,10 @@ def _sample_of_row(row: dict[str, Any], rollout: dict[str, Any]) -> Sample:
         temperature=rollout.get("temperature", 1.0),
         workers=tuple(row["workers"]),
         reward=row["reward"],
+        shaping=msgspec.convert(row.get("shaping", ()), tuple[ShapedSpan, ...]),
+        support=None
+        if (support := row.get("support")) is None
+        else msgspec.convert(support, PackedSupport).value(),
     )
 
 

@@ -27,6 +27,7 @@ _EXPERTS = pa.struct(
     [("data", pa.binary()), ("shape", pa.list_(pa.int32())), ("dtype", pa.string()),
      ("start", pa.int32())]
 )  # fmt: skip
+_SUPPORT = pa.struct([("counts", pa.binary()), ("data", pa.binary()), ("vocab", pa.int32())])
 
 COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "source": (pa.string(), "the session, run or file of the sample"),
@@ -57,12 +58,15 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "trained_in": (pa.list_(_TRAINED), "tokens that an earlier sample already trains"),
     "stops": (pa.list_(_STOP), "tokens that contain a stop string"),
     "experts": (_EXPERTS, "routed experts, as bytes of an array of that shape"),
+    "support": (_SUPPORT, "sets that tokens were drawn from, as in `lockstep.tokens.Support`"),
+    "support_absent": (pa.bool_(), "true if tokens were drawn from sets that are not recorded"),
     "shaping": (pa.string(), "JSON: sampling options besides the temperature, by token range"),
     "notes": (pa.string(), "JSON: notes that clients sent with the turns"),
 }
 PLAIN = ("reward", "token_ids", "sampled_mask", "logprobs", "logprob_mode", "temperature",
          "weight", "kind", "evidence", "branch", "parent", "depth", "turn_index", "harness",
-         "adapter", "workers", "breaks", "split", "aborts", "tool_parse_errors")  # fmt: skip
+         "adapter", "workers", "breaks", "split", "aborts", "tool_parse_errors",
+         "support_absent")  # fmt: skip
 SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
 
 README = """---
@@ -127,5 +131,11 @@ def _row(exported: ExportedSample) -> dict[str, Any]:
             "shape": list(experts.shape),
             "dtype": experts.dtype,
             "start": experts.start,
+        }
+    if (support := sample.support) is not None:
+        row["support"] = {
+            "counts": bytes(support.counts),
+            "data": bytes(support.data),
+            "vocab": support.vocab,
         }
     return row

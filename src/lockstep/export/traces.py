@@ -46,7 +46,8 @@ def verifiers_trace(exported: ExportedSample, decode: Decode) -> dict[str, Any]:
         },
         "nodes": nodes,
         "rewards": {} if sample.reward is None else {"reward": {"score": sample.reward}},
-        "info": _about(exported),
+        "info": _about(exported)
+        | {"sampling_mask": _sampling_mask(sample, 0, len(sample.token_ids))},
         "is_completed": True,
         "ok": True,
     }
@@ -81,11 +82,16 @@ def openenv_trace(exported: ExportedSample) -> dict[str, Any]:
                 "completion_token_ids": sample.token_ids[start:end],
                 "per_token_logps": sample.logprobs[start:end],
                 "loss_mask": [0] * start + [1] * (end - start),
-                "metadata": about,
+                "metadata": about | {"sampling_mask": _sampling_mask(sample, start, end)},
             }
             for start, end in turns(sample)
         ],
     }
+
+
+def _sampling_mask(sample: Sample, start: int, end: int) -> list[list[int]] | None:
+    """Return the ids that tokens [start, end) were drawn from, as vLLM's responses have them."""
+    return None if sample.support is None else sample.support.slice(start, end).lists()
 
 
 def _about(exported: ExportedSample) -> dict[str, Any]:
@@ -100,6 +106,7 @@ def _about(exported: ExportedSample) -> dict[str, Any]:
         "versions": [[span.version, span.start, span.end] for span in sample.versions],
         "logprob_mode": sample.logprob_mode,
         "temperature": sample.temperature,
+        "support": "absent" if sample.support_absent else None,
         "kind": sample.kind,
         "branch": sample.branch,
         "breaks": list(sample.breaks),

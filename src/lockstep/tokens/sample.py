@@ -115,9 +115,16 @@ class Sample:
     def support_absent(self) -> bool:
         """Whether sampled tokens were drawn from a part of the vocabulary that was not recorded.
 
-        Their logprobs cannot be compared with those of other weights.
+        Trainers that know nothing of the options compare their logprobs with the wrong ones.
         """
-        spans = [span for span in self.shaping if span.shaping.restricts]
+        return self._unrecorded([span for span in self.shaping if span.shaping.restricts])
+
+    @property
+    def support_lost(self) -> bool:
+        """Whether that part depended on the weights, so that later ones cannot compute it again."""
+        return self._unrecorded([span for span in self.shaping if span.shaping.truncates])
+
+    def _unrecorded(self, spans: list[ShapedSpan]) -> bool:
         if not spans:
             return False
         missing = np.asarray(self.sampled_mask, dtype=bool)

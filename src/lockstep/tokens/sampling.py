@@ -93,6 +93,24 @@ class Sampling:
         scores = self.prompt_logprobs is not None and self.max_tokens == 1
         return prompt_len < max_len or (scores and prompt_len == max_len)
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a set that depends on the weights."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def records_support(self, requested: bool | None) -> bool:
+        """Whether to record the set that each token is drawn from.
+
+        `requested` true records it wherever options restrict it, and None only where it depends on
+        the weights. Raw logprobs are not those of the sets, so that they have none.
+        """
+        if requested is False or self.logprob_mode == "raw":
+            return False
+        if self.truncates or not requested:
+            return self.truncates
+        shaping = self.shaping()
+        return shaping is not None and shaping.restricts
+
     def shaping(self, eos_ids: tuple[int, ...] = ()) -> Shaping | None:
         """Return the options besides the temperature that shape the distribution, given end tokens.
 

@@ -29,12 +29,15 @@ class Shaping:
     end_ids: tuple[int, ...] = ()
 
     @property
+    def truncates(self) -> bool:
+        """Whether the tokens that could be drawn depend on the weights."""
+        return bool(self.top_p < 1 or self.top_k or self.min_p)
+
+    @property
     def restricts(self) -> bool:
         """Whether some tokens could not be drawn. Penalties and biases only change weights."""
         return bool(
-            self.top_p < 1
-            or self.top_k
-            or self.min_p
+            self.truncates
             or self.allowed_token_ids is not None
             or self.grammar is not None
             or self.min_tokens

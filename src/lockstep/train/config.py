@@ -189,6 +189,11 @@ class LearnerConfig:
     exact: Annotated[
         bool | None, "Require the engine's bits (true) or not (false). Unset: where possible."
     ] = None
+    support: Annotated[
+        Literal["recorded", "reselected"],
+        "Tokens drawn with top_p, top_k or min_p: require the recorded sets, or select tokens "
+        "again under the trained weights where there are none, which biases the ratios.",
+    ] = "recorded"
     replay_experts: Annotated[bool, "Route each token to the experts that the engine chose."] = True
     probe_tolerance: Annotated[
         float | None,

@@ -144,14 +144,16 @@ class DataPlane:
     def _request(
         self, body: GenerateBody, request_id: str, tenant: str = ""
     ) -> embedded.EngineRequest:
+        sampling = body.sampling()
         return embedded.EngineRequest(
             prompt_ids=body.token_ids,
-            sampling=body.sampling(),
+            sampling=sampling,
             request_id=request_id,
             priority=body.priority,
             cache_salt=body.cache_salt,
             adapter=self._adapter(body.model),
             experts_start=self._experts_start(body),
+            support=sampling.records_support(body.support),
             weight_version=body.weight_version,
             min_weight_version=body.min_weight_version,
             skip_prefix_cache=bool(body.sampling_params.skip_reading_prefix_cache),

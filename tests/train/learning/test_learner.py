@@ -14,13 +14,14 @@ from torch import Tensor
 from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
 from lockstep.tokens import Sample
-from lockstep.tokens.errors import BadExperts, BadRequest, Conflict
+from lockstep.tokens.errors import BadExperts, BadRequest, BadSupport, Conflict
 from lockstep.tokens.grammar import Grammar
 from lockstep.train.config import LearnerConfig, TrainConfig
 from lockstep.train.learning.learner import Learner
 from tests.train.rollouts import batch, engine, relabelled, sampled
 
 pytestmark = pytest.mark.exact_arithmetic
+RESELECTED = TrainConfig(learner=LearnerConfig(support="reselected"))
 
 
 def config(model: str = "tiny", **learner: Any) -> TrainConfig:
@@ -29,6 +30,15 @@ def config(model: str = "tiny", **learner: Any) -> TrainConfig:
 
 def learner(model: str = "tiny", **options: Any) -> Learner:
     return Learner(config(model, **options), exact=True)
+
+
+def halved() -> Learner:
+    """A learner with other weights than the engine's."""
+    moved = learner()
+    with torch.no_grad():
+        for parameter in moved.model.parameters():
+            parameter.mul_(0.5)
+    return moved
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +59,8 @@ def test_equal_weights_have_no_mismatch_at_all(samples: list[Sample]) -> None:
 
 
 @pytest.mark.failure_mode("F71")
+@pytest.mark.failure_mode("F100")
+@pytest.mark.parametrize("support", [True, False], ids=["recorded", "reselected"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,10 +71,15 @@ def test_equal_weights_have_no_mismatch_at_all(samples: list[Sample]) -> None:
     ],
     ids=str,
 )
-def test_the_learner_applies_the_sampling_options_of_a_sample(options: dict[str, Any]) -> None:
-    shaped = sampled(**options)
+def test_the_learner_applies_the_sampling_options_of_a_sample(
+    options: dict[str, Any], support: bool
+) -> None:
+    shaped = sampled(support=support, **options)
     assert all(sample.shaping for sample in shaped)
-    learnt = learner().step(batch(shaped), 1)
+    truncates = any(name in options for name in ("top_p", "top_k"))
+    assert all(sample.support_lost == (truncates and not support) for sample in shaped)
+    learnt = learner().step(batch(shaped, RESELECTED), 1)
+    assert learnt.metrics["unequal_logprobs"] == 0
     assert learnt.metrics["mismatch_max"] == 0.0
     assert learnt.metrics["grad_norm"] > 0
     assert math.isfinite(learnt.metrics["entropy"])
@@ -70,13 +87,45 @@ def test_the_learner_applies_the_sampling_options_of_a_sample(options: dict[str,
 
 def test_a_token_that_the_weights_cannot_draw_is_not_learnt_from() -> None:
     shaped = sampled(top_k=2)
-    moved = learner()
-    with torch.no_grad():
-        for parameter in moved.model.parameters():
-            parameter.mul_(0.5)
-    learnt = moved.step(batch(shaped), 1)
+    learnt = halved().step(batch(shaped, RESELECTED), 1)
     assert math.isfinite(learnt.metrics["loss"])
     assert math.isfinite(learnt.metrics["grad_norm"])
+
+
+@pytest.mark.failure_mode("F100")
+def test_other_weights_are_compared_over_the_recorded_sets() -> None:
+    """Every token has a ratio, and it is that of the model's logits over the token's own set."""
+    shaped = sampled(support=True, top_k=2)
+    moved = halved()
+    expected = []
+    for sample in shaped:
+        with torch.no_grad():
+            logits = moved.model(torch.tensor([sample.token_ids])).logits[0].double()
+        assert sample.support is not None
+        for at, (token, was) in enumerate(zip(sample.token_ids, sample.sampled_mask, strict=True)):
+            if was:
+                own = sample.support.ids(at)
+                assert own is not None
+                row = logits[at - 1]
+                expected.append(float(row[token] - row[torch.tensor(own.tolist())].logsumexp(0)))
+    learnt = moved.step(batch(shaped), 1)
+    pairs = [
+        value
+        for sample, logprobs in zip(shaped, learnt.logprobs, strict=True)
+        for value, was in zip(logprobs, sample.sampled_mask, strict=True)
+        if was
+    ]
+    assert pairs == pytest.approx(expected, abs=1e-5)
+    assert learnt.metrics["compared_logprobs"] == len(expected)
+    assert learnt.metrics["mismatch_max"] > 0.01
+
+
+@pytest.mark.failure_mode("F100")
+def test_truncated_samples_without_their_sets_are_an_error() -> None:
+    shaped = sampled(top_p=0.9)
+    with pytest.raises(BadSupport, match=r"top_p 0.9.*support: absent.*learner.support"):
+        batch(shaped)
+    assert batch(shaped, RESELECTED).learnt_tokens > 0
 
 
 def test_one_changed_id_shows_in_the_mismatch(samples: list[Sample]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from lockstep.check.dialect import engine_data
-from lockstep.check.outcome import describe, difference, require, require_same
+from lockstep.check.outcome import NotApplicable, describe, difference, require, require_same
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
@@ -101,3 +102,28 @@ async def mode(target: Target) -> str:
     stated = response.get("logprob_mode") or engine_data(response).get("logprob_mode")
     require(stated in (None, measured), f"{evidence}, but the server says {stated}")
     return f"{evidence}, as the server says" if stated else f"{evidence}; the server does not say"
+
+
+@GROUP.row("support", "a token of a truncated distribution has the set it was drawn from", "F100")
+async def support(target: Target) -> str:
+    ids, k = target.prompt(seed=14), 6
+    completion = await target.one(
+        ids, temperature=1.0, top_k=k, top_p=0.9, seed=2, max_tokens=16, logprobs=2 * k
+    )
+    if completion.support is None:
+        problem = "drawn with top_k 6 and top_p 0.9, and no sampling_mask came"
+        require(target.card.owned_by != "lockstep", problem)
+        raise NotApplicable(f"{problem}: samples of such requests have support: absent")
+    require(completion.logprob_mode == "processed", "the logprobs beside a sampling_mask are raw")
+    sets, tops = completion.support.lists(), completion.top_logprobs or []
+    sizes = [len(own) for own in sets]
+    evidence = (
+        f"16 tokens drawn with top_k {k}, top_p 0.9 from sets of {min(sizes)} to {max(sizes)}"
+    )
+    for at, (own, top) in enumerate(zip(sets, tops, strict=True)):
+        mass = sum(math.exp(entry.logprob) for entry in top if entry.token_id in own)
+        require(
+            len(own) > len(top) or abs(mass - 1) < 1e-3,
+            f"{evidence}; the probabilities of the set of token {at} sum to {mass:.4f}, not to 1",
+        )
+    return f"{evidence}; each has its token, and probabilities that sum to 1"

@@ -173,7 +173,7 @@ class SessionPage {
       read: async (start, end) => {
         const page = await read(`${path}/tokens?start=${start}&end=${end}`);
         const [roles, sampled, mask, versions, turns] = [page.authors, page.sampled, page.mask, page.versions, page.turns].map(spread);
-        return page.ids.map((id, i) => ({ id, text: page.texts[i], role: roles[i], own: sampled[i], mask: mask[i], version: versions[i], turn: turns[i], logprob: page.logprobs[i] }));
+        return page.ids.map((id, i) => ({ id, text: page.texts[i], role: roles[i], own: sampled[i], mask: mask[i], version: versions[i], turn: turns[i], logprob: page.logprobs[i], support: page.supports[i] }));
       },
       facts: token => [["worker", workers.get(token.turn) ?? "–"], ["reward", show(info.reward)]],
     };

@@ -2,7 +2,7 @@
 
 A source has `total`, `segments` ([author, start, end, label] in order) and `read(start, end)`, which
 gives the tokens or promises them: {id, text, role, version, own, logprob} and, where they are known,
-{difference, mask, turn}. `facts(token)` may add rows to what is said about a token. */
+{difference, mask, turn, support}. `facts(token)` may add rows to what is said about a token. */
 import { digits, listed, make, show, swatch } from "./dom.js";
 
 const BLOCK = 256, PAGE = 2048;
@@ -180,6 +180,7 @@ export class TokenView {
       if (scored) rows.push(["trainer logprob", typeof token.difference !== "number" ? "not finite" : same ? digits(token.logprob) : digits(+(token.logprob + token.difference).toPrecision(9))],
         ["difference", make("span", { class: same ? "same" : "differs" }, same ? "0, bit for bit" : show(token.difference))]);
       rows.push(["probability", typeof token.logprob === "number" ? (100 * Math.exp(token.logprob)).toPrecision(4) + " %" : "–"]);
+      if (typeof token.support === "number") rows.push(["drawn from", token.support === 0 ? "a part of the vocabulary, not recorded" : token.support === 1 ? "1 token" : `${token.support} tokens`]);
       if (token.mask !== undefined) rows.push(["trained", token.mask ? "yes" : "no, masked in this branch"]);
     }
     rows.push(["weights", token.version || "–"]);

@@ -107,6 +107,7 @@ def _response_shape(turn: GatewayTurn) -> wire.ChatResponseShape:
         or chat.required_prefix_token_ids is not None,
         reasoning=chat.include_reasoning is not False,
         experts=bool(chat.return_routed_experts),
+        support=bool(chat.return_sampling_mask),
         prompt_logprobs=chat.prompt_logprobs is not None,
         functions=bool(chat.functions),
         stop_token_ids=frozenset(chat.stop_token_ids or ()),

@@ -110,6 +110,7 @@ class CompletionsRoutes:
                 priority=body.priority or 0,
                 experts_start=body.experts_start,
                 experts_skipped=body.routed_experts_prompt_start,
+                support=body.return_sampling_mask or (None if session else False),
                 weight_version=body.weight_version,
                 min_weight_version=body.min_weight_version,
                 headers=caller.headers(worker_id),

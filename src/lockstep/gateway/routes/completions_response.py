@@ -14,6 +14,7 @@ from lockstep.gateway.turn.token_turn import TokenTurn
 from lockstep.http import sse
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta, usage_of
+from lockstep.protocol.common.sampling_mask import support_field
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.completions import (
     ID_PREFIX,
@@ -100,6 +101,9 @@ class CompletionWriter:
             prompt_logprobs=self._spelling.prompt_field(completion.prompt_logprobs),
             prompt_token_ids=as_list(completion.prompt_ids) if start else None,
             routed_experts=experts_field(completion.experts, body.routed_experts_format),
+            sampling_mask=support_field(
+                completion.support, "lists" if body.return_sampling_mask else None
+            ),
             weight_versions=None if body.scores else versions,
             scored_version=versions[0].version if body.scores and versions else None,
             logprob_mode=completion.logprob_mode,

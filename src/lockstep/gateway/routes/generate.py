@@ -95,7 +95,7 @@ class GenerateRoutes:
         turn = await self._turn(http, request, model)
         clamped = turn is not None and turn.sampling != request.sampling
         if turn is not None:
-            request = replace(request, sampling=turn.sampling)
+            request = replace(request, sampling=turn.sampling, support=request.support or None)
         affinity = Affinity.of(
             request.prompt_ids,
             session=session_id(http),
@@ -107,9 +107,11 @@ class GenerateRoutes:
             return await EventStream.started(http, events, client_id)
 
         async def call(worker: Worker) -> tuple[bytes | bytearray, list[Completion]]:
-            # A session stores logprobs even if the client does not request them: such a body is
-            # not relayed but encoded again.
-            relayed = raw if turn is None or fields.form.logprobs is not None else None
+            # A session stores logprobs and supports even if the client does not request them: such
+            # a body is not relayed but encoded again.
+            relayed: bytes | None = raw
+            if turn is not None and None in (fields.form.logprobs, fields.form.support):
+                relayed = None
             if clamped:
                 relayed = None
             return await self._whole(worker, request, fields, model, relayed, client_id)
@@ -416,6 +418,7 @@ def _generate_request(
         priority=fields.priority,
         experts_start=fields.experts_start,
         experts_skipped=fields.experts_skipped,
+        support=fields.support,
         weight_version=fields.weight_version,
         min_weight_version=fields.min_weight_version,
         headers=caller.headers(name),

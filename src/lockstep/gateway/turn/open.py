@@ -17,7 +17,7 @@ from lockstep.gateway.turn.context_limit import CHARACTERS_PER_TOKEN, check_chat
 from lockstep.gateway.turn.harness import origin_of
 from lockstep.gateway.turn.prompt import plan_prompt
 from lockstep.gateway.turn.template_variables import RendererVariants
-from lockstep.gateway.turn.turn import GatewayTurn
+from lockstep.gateway.turn.turn import TOKENS_HEADER, GatewayTurn
 from lockstep.http.http_request import body_bytes
 from lockstep.ledger.branch_sample import check_comparable
 from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
@@ -72,6 +72,8 @@ class TurnOpener:
         # the turn it follows, so that each becomes a branch of its own.
         plan = await plan_prompt(chat, renderer, session)
         request = _worker_request(chat, plan.prompt_ids, model.name, renderer, client_id, http)
+        if session is None and request.support is None:
+            request = replace(request, support=False)
         if session is not None and session.strict:
             # One sample holds one temperature, logprob mode and adapter. A session that may fork
             # splits such a branch into several samples; a strict one rejects the turn.
@@ -182,6 +184,8 @@ def _worker_request(
         priority=chat.rank,
         experts_start=chat.experts_start,
         experts_skipped=chat.routed_experts_prompt_start,
+        # A session stores them wherever they cannot be computed again.
+        support=bool(chat.return_sampling_mask) or TOKENS_HEADER in http.headers or None,
         weight_version=chat.weight_version,
         min_weight_version=chat.min_weight_version,
         headers=caller.headers(name),

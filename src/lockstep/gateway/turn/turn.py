@@ -22,6 +22,7 @@ from lockstep.render import ParsedMessage, Renderer
 from lockstep.render.streaming_parser import StreamingParser
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, Misaligned
+from lockstep.tokens.support import PackedSupport
 
 TOKENS_HEADER, TOKENS_FIELD = "x-lockstep-tokens", "lockstep"
 
@@ -142,12 +143,14 @@ def with_tokens(http: Request, turn: GatewayTurn, reply: ChatReply, body: Any) -
     """Return a response with the field "lockstep" added if the request has X-Lockstep-Tokens.
 
     `body` is a response as a struct or as encoded JSON, in any dialect. The field holds the ids of
-    the prompt and of the completion, their logprobs and how those were computed, the version spans,
-    and whether the prompt starts with the tokens of the turn before.
+    the prompt and of the completion, their logprobs and how those were computed, the sets that they
+    were drawn from, the version spans, and whether the prompt starts with the tokens of the turn
+    before.
     """
     if TOKENS_HEADER not in http.headers:
         return body
     completion = reply.completion
+    support = completion.support
     tokens = {
         "prompt_ids": as_list(turn.request.prompt_ids),
         "token_ids": list(completion.token_ids),
@@ -157,6 +160,8 @@ def with_tokens(http: Request, turn: GatewayTurn, reply: ChatReply, body: Any) -
         "versions": [[span.version, span.start, span.end] for span in completion.versions],
         "bridged": turn.plan.bridged,
         "cause": turn.plan.cause,
+        "shaping": completion.shaping,
+        "support": None if support is None else PackedSupport.of(support),
     }
     encoded = body if isinstance(body, bytes | bytearray) else msgspec.json.encode(body)
     return msgspec.json.encode({**msgspec.json.decode(encoded), TOKENS_FIELD: tokens})

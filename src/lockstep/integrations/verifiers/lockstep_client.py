@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from verifiers.v1 import clients
 from verifiers.v1.clients import client as client_module
@@ -19,9 +20,10 @@ from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.configs.client import BaseClientConfig, TrainClientConfig
 from verifiers.v1.errors import model_error
 from verifiers.v1.interception import server
-from verifiers.v1.types import TurnTokens
+from verifiers.v1.types import SamplingMask, TurnTokens
 
 from lockstep.integrations.verifiers import streams
+from lockstep.tokens.support import PackedSupport
 
 SELECT_HEADER, SELECT_VALUE = "X-Lockstep", "sessions"
 """The header of a client config that selects this client. verifiers has a fixed set of client types
@@ -66,6 +68,7 @@ class LockstepClient(EvalClient):  # type: ignore[misc]  # verifiers is not inst
             completion_ids=tokens["token_ids"],
             completion_logprobs=tokens["logprobs"],
             bridged=bool(tokens["bridged"] and extends),
+            sampling_mask=_sampling_mask(tokens["support"]),
         )
         if turn is not None:
             turns = turn.trace.info.setdefault("lockstep", {}).setdefault("turns", [])
@@ -75,6 +78,13 @@ class LockstepClient(EvalClient):  # type: ignore[misc]  # verifiers is not inst
     async def relay(self, *_: Any, **__: Any) -> Any:
         """Not used: verifiers builds the stream of a train client from the whole response."""
         raise NotImplementedError("this client does not relay streams")
+
+
+def _sampling_mask(packed: Mapping[str, Any] | None) -> SamplingMask | None:
+    """Return the sets that the tokens were drawn from in the form of verifiers."""
+    if packed is None:
+        return None
+    return SamplingMask.from_sampling_mask(msgspec.convert(packed, PackedSupport).value().lists())
 
 
 def _record(tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,6 +97,8 @@ def _record(tokens: Mapping[str, Any]) -> dict[str, Any]:
         "temperature": tokens["temperature"],
         "bridged": tokens["bridged"],
         "cause": tokens["cause"],
+        "shaping": tokens["shaping"],
+        "support": tokens["support"],
     }
 
 

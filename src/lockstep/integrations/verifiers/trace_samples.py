@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from lockstep.integrations.verifiers.lockstep_client import key_of
-from lockstep.tokens import Sample, VersionSpan
+from lockstep.tokens import Sample, ShapedSpan, Shaping, Support, VersionSpan
 from lockstep.tokens.errors import Conflict
+from lockstep.tokens.support import PackedSupport
 
 
 def trace_samples(trace: Any) -> list[Sample]:
@@ -32,6 +35,8 @@ def _sample(branch: Any, records: dict[int, Any], trained: set[int]) -> Sample |
     logprobs: list[float] = []
     versions: list[VersionSpan] = []
     modes: set[tuple[str, float]] = set()
+    shaping: list[ShapedSpan] = []
+    supports: list[tuple[int, Support]] = []
     for node in branch.nodes:
         ids += node.token_ids
         count = sum(node.mask)
@@ -55,6 +60,11 @@ def _sample(branch: Any, records: dict[int, Any], trained: set[int]) -> Sample |
             VersionSpan(label, start + first, start + end)
             for label, first, end in record["versions"]
         ]
+        if record["shaping"] is not None:
+            options = msgspec.convert(record["shaping"], Shaping)
+            shaping.append(ShapedSpan(start, len(ids), options))
+        if record["support"] is not None:
+            supports.append((start, msgspec.convert(record["support"], PackedSupport).value()))
     if not versions:
         return None
     if len(modes) > 1:
@@ -71,4 +81,18 @@ def _sample(branch: Any, records: dict[int, Any], trained: set[int]) -> Sample |
         logprob_mode=mode,  # type: ignore[arg-type]
         temperature=temperature,
         breaks=breaks,
+        shaping=tuple(shaping),
+        support=_joined(supports, len(ids)),
     )
+
+
+def _joined(supports: list[tuple[int, Support]], total: int) -> Support | None:
+    """Return a row for each of `total` tokens, given the supports of turns and their starts."""
+    if not supports:
+        return None
+    vocab = max(own.vocab for _, own in supports)
+    rows, at = [], 0
+    for start, own in supports:
+        rows += [Support.unrecorded(start - at, vocab), own]
+        at = start + own.rows
+    return Support.join([*rows, Support.unrecorded(total - at, vocab)])

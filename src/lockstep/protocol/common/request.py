@@ -25,7 +25,9 @@ class GenerateRequest:
     `priority` has vLLM's sign everywhere: lower is sooner; each dialect converts it.
     `experts_start` requests routed experts from that position on; None requests none.
     `experts_skipped` requests none either: if a server returns them anyway, it omits the rows
-    before that position. `weight_version` requires one version, `min_weight_version` a minimum.
+    before that position. `support` requests the set that each token was drawn from: true wherever
+    options restrict it, None only where the set depends on the weights. `weight_version` requires
+    one version, `min_weight_version` a minimum.
     `nvext` is merged into Dynamo's extension, `features` carries vLLM's multimodal payload.
     `timeout` is in seconds for the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs in
     the completion instead of rejecting the response.
@@ -39,6 +41,7 @@ class GenerateRequest:
     priority: int = 0
     experts_start: int | None = None
     experts_skipped: int | None = None
+    support: bool | None = None
     weight_version: str | None = None
     min_weight_version: str | None = None
     nvext: Mapping[str, Any] | None = None
@@ -77,6 +80,11 @@ class GenerateRequest:
     def first_experts_row(self) -> int | None:
         """Position of the first row of routed experts, if any are returned."""
         return self.experts_skipped if self.experts_start is None else self.experts_start
+
+    @property
+    def wants_support(self) -> bool:
+        """Whether the response must have the set that each token was drawn from."""
+        return self.sampling.records_support(self.support)
 
     def alone(self, index: int) -> GenerateRequest:
         """Return this request for choice `index` only, for servers with one choice per request.

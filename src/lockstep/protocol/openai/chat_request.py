@@ -77,6 +77,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     required_prefix_token_ids: list[int] | None = None
     return_token_id_information: bool | None = None
     return_routed_experts: bool | None = None
+    return_sampling_mask: bool | None = None
     weight_version: str | None = None
     min_weight_version: str | None = None
 

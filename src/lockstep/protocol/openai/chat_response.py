@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
 from lockstep.protocol.common.response import GenerateUsage, usage_of
+from lockstep.protocol.common.sampling_mask import SupportField, support_field
 from lockstep.protocol.dynamo.nvext import EngineData, NvextResponse, Timing, worker_id
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.legacy_functions import function_call_of
@@ -92,6 +93,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: Sequence[VersionSpan] | UnsetType = UNSET
     routed_experts: ExpertsField | str | UnsetType | None = UNSET
+    sampling_mask: SupportField | UnsetType = UNSET
     tool_parse_error: str | UnsetType = UNSET
 
 
@@ -127,6 +129,7 @@ class ChatResponseShape:
     ids_on_message: bool = False
     reasoning: bool = True
     experts: bool = False
+    support: bool = False
     prompt_logprobs: bool = False
     functions: bool = False
     stop_token_ids: frozenset[int] = frozenset()
@@ -270,6 +273,8 @@ def ending(shape: ChatResponseShape, choice: ChatChoice, reply: ChatReply) -> No
         choice.tool_parse_error = reply.tool_parse_error
     if shape.experts:
         choice.routed_experts = experts_field(completion.experts, "raw")
+    if shape.support:
+        choice.sampling_mask = support_field(completion.support, "lists")
     if choice.delta is not UNSET:
         _with_ids(choice.delta, shape, completion)
 

@@ -11,6 +11,7 @@ from lockstep.protocol.common import sampling_fields
 from lockstep.protocol.common.prompt_logprobs import PromptField
 from lockstep.protocol.common.response import GenerateUsage
 from lockstep.protocol.common.sampling_fields import SamplingFields, read_sampling
+from lockstep.protocol.common.sampling_mask import SupportField
 from lockstep.protocol.json.strict import decode, refuse_unless_neutral
 from lockstep.protocol.vllm.generate_request import StreamOptions
 from lockstep.protocol.vllm.generate_response import ExpertsField
@@ -66,6 +67,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     return_routed_experts: bool | None = None
     routed_experts_format: Literal["raw", "npy"] = "raw"
+    return_sampling_mask: bool | None = None
     weight_version: str | None = None
     min_weight_version: str | None = None
 
@@ -172,6 +174,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | None = None
 
     routed_experts: ExpertsField | str | None = None
+    sampling_mask: SupportField = None
     weight_versions: Sequence[VersionSpan] | None = None
     scored_version: str | None = None
     logprob_mode: str | None = None

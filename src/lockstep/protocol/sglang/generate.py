@@ -24,6 +24,7 @@ from lockstep.protocol.common.response import (
 )
 from lockstep.protocol.common.routed_experts import EncodedExperts, decoded_size, trim
 from lockstep.protocol.common.sampling_fields import write_sampling
+from lockstep.protocol.common.sampling_mask import read_support
 from lockstep.protocol.json.base64_extract import ExtractedBody, extract_base64
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_versions, refuse_whitespace
@@ -44,6 +45,8 @@ ENCODER = msgspec.json.Encoder()
 Layout = tuple[int, int]
 """(layers, top_k): SGLang sends routed experts as bare int32 without their shape."""
 ITEM = 4
+MAX_SUPPORT = 4096
+"""SGLang's limit of top_k for supports, unless it was started with --sampling-mask-max-tokens."""
 NAMES: Mapping[str, str | None] = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -123,9 +126,17 @@ def encode_sglang(
         "priority": -request.priority or None,  # higher is sooner there
         "return_routed_experts": None if request.experts_start is None else True,
         "routed_experts_start_len": request.experts_start or None,
+        "return_sampling_mask": _returns_support(request) or None,
     }
     body |= {name: value for name, value in optional.items() if value is not None}
     return ENCODER.encode(body)
+
+
+def _returns_support(request: GenerateRequest) -> bool:
+    """Whether to request the supports: SGLang has them for a limited top_k only, and rejects others
+    with 400.
+    """
+    return request.wants_support and 1 <= request.sampling.top_k <= MAX_SUPPORT
 
 
 def _grammar(grammar: Grammar | None) -> dict[str, str]:
@@ -176,6 +187,8 @@ class Meta(msgspec.Struct):
     input_token_logprobs: list[LogprobItem | None] | None = None
     input_top_logprobs: list[list[LogprobItem] | None] | None = None
     routed_experts: str | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
 
 
 class SglangResponse(msgspec.Struct):
@@ -203,6 +216,10 @@ def decode_sglang(
         raise error_of(reason.status_code, ENCODER.encode({"message": reason.message}))
     finish = finish_of(kind)
     ids, logprobs = sampled(response, request, stopped=finish == "stop")
+    mode, support = reading.logprob_mode, read_support(meta.output_token_sampling_mask)
+    if support is not None and meta.output_token_sampling_logprobs is not None:
+        # Only these are normalised over the support: the others are of the whole vocabulary.
+        logprobs, mode = meta.output_token_sampling_logprobs, "processed"
     version = reading.version if meta.weight_version is None else str(meta.weight_version)
     named = reason.matched if isinstance(reason, FinishReason) else None
     return Completion(
@@ -211,7 +228,7 @@ def decode_sglang(
         prompt_ids=request.prompt_ids,
         finish=finish,
         versions=spans_of(None, version, len(ids)),
-        logprob_mode=reading.logprob_mode,
+        logprob_mode=mode,
         temperature=request.sampling.temperature,
         shaping=request.sampling.shaping(),
         index=reading.index,
@@ -222,6 +239,7 @@ def decode_sglang(
         worker=reading.worker,
         adapter=reading.adapter,
         experts=_experts(meta.routed_experts, extracted, layout, request, len(ids)),
+        support=support,
         allow_nonfinite=request.allow_nonfinite,
     )
 

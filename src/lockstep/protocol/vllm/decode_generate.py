@@ -35,6 +35,7 @@ from lockstep.protocol.common.response import (
     tops_of,
 )
 from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
+from lockstep.protocol.common.sampling_mask import SupportField, read_support
 from lockstep.protocol.json.base64_extract import (
     NEEDLE,
     Base64Text,
@@ -71,6 +72,7 @@ class VllmChoice(msgspec.Struct, Generic[E]):
     stop_tokens: int | None = None
     weight_versions: list[VersionSpan] | None = None
     routed_experts: ExpertsField = None
+    sampling_mask: SupportField = None
     logprobs: VllmLogprobs[E] | None = None
 
 
@@ -187,6 +189,10 @@ class GenerateStreamDecoder:
             old.weight_versions = new.weight_versions
         if new.routed_experts is not None:
             old.routed_experts = new.routed_experts
+        if isinstance(old.sampling_mask, list) and isinstance(new.sampling_mask, list):
+            old.sampling_mask += new.sampling_mask  # vLLM sends the rows of each event's tokens
+        elif new.sampling_mask is not None:
+            old.sampling_mask = new.sampling_mask
         return index, ids, values
 
     def _keep(self, field: str, extracted: ExtractedBody) -> str:
@@ -336,6 +342,7 @@ def _completion(
         worker=response.worker or reading.worker,
         adapter=response.adapter or reading.adapter,
         experts=_experts(choice, extracted, request, len(ids)),
+        support=read_support(choice.sampling_mask),
         allow_nonfinite=request.allow_nonfinite,
     )
 

@@ -57,6 +57,10 @@ def encode_lockstep(request: GenerateRequest, *, stream: bool = False) -> bytes:
     body.min_weight_version = request.min_weight_version
     if request.experts_start is not None:
         body.return_routed_experts = True
+    if request.wants_support:
+        body.return_sampling_mask, body.sampling_mask_format = True, "packed"
+    elif request.sampling.truncates:
+        body.return_sampling_mask = False
     if not request.sampling.logprobs:
         body.logprobs_format = "flat"  # bare numbers: a tenth of the bytes
     return ENCODER.encode(body)

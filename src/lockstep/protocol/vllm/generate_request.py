@@ -62,11 +62,16 @@ NEUTRAL_REQUEST: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Format of a response: `flat` logprobs are bare numbers, `npy` is vLLM's string."""
+    """Format of a response.
+
+    `flat` logprobs are bare numbers, `npy` is vLLM's string. The support is vLLM's `lists` of
+    ids, or `packed` bytes, or None if it was not requested.
+    """
 
     logprobs: Literal["entries", "flat"] | None = "entries"
     prompt_ids: bool = False
     experts: Literal["raw", "npy"] = "raw"
+    support: Literal["lists", "packed"] | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,7 +81,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A request body without its ids. The last block is Lockstep's own: required versions,
-    requested experts.
+    requested experts and supports.
     """
 
     sampling_params: SamplingParams
@@ -99,6 +104,8 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
     return_routed_experts: bool | None = None
     routed_experts_format: Literal["raw", "npy"] = "raw"
+    return_sampling_mask: bool | None = None
+    sampling_mask_format: Literal["lists", "packed"] = "lists"
     logprobs_format: Literal["entries", "flat"] = "entries"
     weight_version: str | None = None
     min_weight_version: str | None = None
@@ -118,12 +125,23 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         return self.sampling_params.routed_experts_prompt_start
 
     @property
+    def support(self) -> bool | None:
+        """Whether to return the set that each token was drawn from, as in `GenerateRequest`.
+
+        Unless the request says so, they come beside logprobs only, which mean nothing without.
+        """
+        if self.return_sampling_mask is None and self.sampling_params.logprobs is None:
+            return False
+        return self.return_sampling_mask
+
+    @property
     def form(self) -> Form:
         """Format of the response."""
         return Form(
             logprobs=None if self.sampling_params.logprobs is None else self.logprobs_format,
             prompt_ids=bool(self.return_token_ids),
             experts=self.routed_experts_format,
+            support=None if self.support is False else self.sampling_mask_format,
         )
 
     @property

@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
 from lockstep.protocol.common.response import GenerateUsage, usage_of
+from lockstep.protocol.common.sampling_mask import SupportField, support_field
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.generate_request import Form
 from lockstep.tokens import Completion, Finish, Ranked, RoutedExperts, Shaping, VersionSpan
@@ -65,7 +66,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None
     token_ids: list[int]
     routed_experts: ExpertsField | str | None = None
-    sampling_mask: None = None
+    sampling_mask: SupportField = None
     weight_versions: Sequence[VersionSpan] | None = None
     stop_tokens: int | UnsetType = UNSET
     logprobs: GenerateLogprobs | FlatLogprobs | None = None
@@ -98,7 +99,7 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 
 
 class GenerateChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One streamed event; versions, experts and how it was made come with the last token."""
+    """One streamed event; versions, experts, supports and how it was made come with the last."""
 
     request_id: str
     usage: GenerateUsage | None
@@ -170,6 +171,7 @@ def choice_of(completion: Completion, form: Form) -> GenerateChoice:
         stop_reason=stop_reason_of(completion),
         token_ids=completion.token_ids,
         routed_experts=experts_field(completion.experts, form.experts),
+        sampling_mask=support_field(completion.support, form.support),
         weight_versions=completion.versions,
         stop_tokens=unset_if_none(completion.stop_tokens),
         logprobs=logprobs_field(
@@ -261,6 +263,7 @@ class GenerateStreamEncoder:
         )
         if completion is not None:
             choice.routed_experts = experts_field(completion.experts, self._form.experts)
+            choice.sampling_mask = support_field(completion.support, self._form.support)
             choice.weight_versions = completion.versions
             choice.stop_tokens = unset_if_none(completion.stop_tokens)
             chunk.prompt_logprobs = encode_prompt_logprobs(completion.prompt_logprobs)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.tokens import Sample
-from lockstep.tokens.errors import BadVersions, Conflict
+from lockstep.tokens.errors import BadSupport, BadVersions, Conflict
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.environment import Reward
 from lockstep.train.learning.advantages import advantages
@@ -97,7 +97,8 @@ def make_batch(
 ) -> TrainBatch:
     """Return the batch of `groups` as of update `now`.
 
-    Raises Conflict for a sample whose logprobs do not match the config, and BadVersions for one of
+    Raises Conflict for a sample whose logprobs do not match the config, BadSupport for one of
+    truncated distributions whose supports were not recorded, and BadVersions for one of
     weights that are not this run's.
     """
     items: list[TrainItem] = []
@@ -112,6 +113,7 @@ def make_batch(
         for rollout, advantage in zip(valid, values, strict=True):
             for sample in rollout.samples:
                 check_mode(sample, config)
+                check_support(sample, config)
                 mask = np.asarray(sample.sampled_mask, dtype=bool)
                 lag_T = version_lags(sample, clock, now)
                 labels = {span.version for span in sample.versions}
@@ -173,6 +175,21 @@ def check_mode(sample: Sample, config: TrainConfig) -> None:
                 "mean nothing; set [rollout] to what the server uses, or the other way round",
                 param=name,
             )
+
+
+def check_support(sample: Sample, config: TrainConfig) -> None:
+    """Raise BadSupport for tokens of a truncated distribution whose supports are not known."""
+    if config.learner.support == "recorded" and sample.support_lost:
+        options = next(span.shaping for span in sample.shaping if span.shaping.truncates)
+        workers = ", ".join(sample.workers) or "the server"
+        raise BadSupport(
+            f"tokens were drawn with top_p {options.top_p:g}, top_k {options.top_k} and min_p "
+            f"{options.min_p:g}, but {workers} did not record the sets they were drawn from "
+            "(support: absent), so that every ratio would be biased: sample without truncation, "
+            "use workers that record the sets (Lockstep's do; vLLM with --return-sampling-mask and "
+            'a top_k), or accept the bias with learner.support = "reselected"',
+            param="learner.support",
+        )
 
 
 def version_lags(sample: Sample, clock: Clock, now: int) -> npt.NDArray[np.int64]:

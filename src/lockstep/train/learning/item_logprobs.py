@@ -68,7 +68,8 @@ class ItemLogprobs:
     def score(self, items: Sequence[TrainItem], positions: Sequence[Ints]) -> tuple[Tensor, Tensor]:
         """Return the logprobs of the tokens at `positions` (N,) and the entropies there (N,).
 
-        `positions[i]` is `sampled_at(items[i])`. A token that these weights cannot draw has -inf.
+        `positions[i]` is `sampled_at(items[i])`. Logprobs are normalised over the recorded
+        supports. Where none was recorded, a token that these weights cannot draw has -inf.
         """
         rows = self._arrange(items, positions)
         with self._experts(items, rows):
@@ -110,7 +111,9 @@ class ItemLogprobs:
     def _shape(
         self, logits_NV: Tensor, items: Sequence[TrainItem], positions: Sequence[Ints]
     ) -> Tensor:
-        """Return the logits that the tokens were drawn from: tempered, truncated, penalized."""
+        """Return the logits of the distributions that the tokens were drawn from, over the recorded
+        supports.
+        """
         temperature = self._config.rollout.temperature
         parts = logits_NV.split([len(at) for at in positions])
         shaped = []
@@ -118,7 +121,10 @@ class ItemLogprobs:
             ids, spans = item.sample.token_ids, item.sample.shaping
             at = torch.from_numpy(tokens - 1).to(own_NV.device)
             whole_TV = own_NV.new_zeros(len(ids) - 1, own_NV.shape[-1]).index_copy(0, at, own_NV)
-            processed_TV = process_spans(whole_TV, ids, spans, temperature, grammars=self._grammars)
+            processed_TV = process_spans(
+                whole_TV, ids, spans, temperature, grammars=self._grammars,
+                support=item.sample.support,
+            )  # fmt: skip
             shaped.append(processed_TV[at])
         return torch.cat(shaped)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from lockstep.render.authors import authors
+from lockstep.tokens import Sample
+from lockstep.tokens.support import PackedSupport
 from lockstep.train.learning.batch import TrainBatch
 
 
@@ -42,6 +46,17 @@ def transcripts(
                 "versions": versions,
                 "roles": authors(strings, sample.sampled_mask),
                 "workers": list(sample.workers),
+                **_drawn(sample),
             }
         )
     return lines
+
+
+def _drawn(sample: Sample) -> dict[str, Any]:
+    """Return the options and the supports of a sample, if it has any."""
+    fields: dict[str, Any] = {}
+    if sample.shaping:
+        fields["shaping"] = msgspec.to_builtins(sample.shaping)
+    if sample.support is not None:
+        fields["support"] = msgspec.to_builtins(PackedSupport.of(sample.support))
+    return fields
