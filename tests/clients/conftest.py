@@ -22,6 +22,8 @@ from tests.processes import TOKEN, ServeProcess
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("LOCKSTEP_TEST_CLIENTS") or ROOT / ".venv-clients" / "bin" / "python")
+NODE_MODULES = PYTHON.parents[1] / "node_modules"
+NODE = NODE_MODULES / ".bin" / "node"
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT = 120
 SHAPING = [each for each in fields(Shaping) if each.name != "end_ids"]
@@ -38,7 +40,7 @@ class Clients:
     home: Path
     shapes: bool = True
 
-    def run(self, program: str, *arguments: str, base: str, python: Path = PYTHON) -> Any:
+    def run(self, program: str, *arguments: str, base: str, interpreter: Path = PYTHON) -> Any:
         """What the program prints last. Its environment holds nothing of ours, and no key."""
         environ = {
             "PATH": os.environ["PATH"],
@@ -47,9 +49,11 @@ class Clients:
             "OPENAI_BASE_URL": base,
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "NO_PROXY": "127.0.0.1",
+            "NODE_PATH": str(NODE_MODULES),
         }
+        path = PROGRAMS / (program if "." in program else f"{program}.py")
         result = subprocess.run(
-            [str(python), str(PROGRAMS / f"{program}.py"), base, *arguments],
+            [str(interpreter), str(path), base, *arguments],
             cwd=self.home, env=environ, capture_output=True, text=True, timeout=TIMEOUT,
         )  # fmt: skip
         assert result.returncode == 0, f"{program}: {result.stdout[-3000:]}{result.stderr[-6000:]}"

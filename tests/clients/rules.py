@@ -9,6 +9,7 @@ from typing import Any
 QUESTION = "What is 417 + 86, and then times 3?"
 """Every client asks this; `calc` answers 503, then 1509."""
 ANSWER = "The result is 1509."
+NOTHING = "I have nothing to say to that."
 CAPITAL = r"capital of (\w+)"
 COUNTRY = '{"country": "{{1}}", "capital": "City"}'
 
@@ -57,7 +58,7 @@ RULES: list[dict[str, Any]] = [
     {"when": {"last": "503", "turn": 1}, "say": "Now the product.",
      **call("calc", expression="503 * 3")},
     {"when": {"last": "1509", "turn": 2}, "say": ANSWER},
-    {"say": "I have nothing to say to that."},
+    {"say": NOTHING},
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tests.clients.rules import ANSWER
 @pytest.mark.parametrize("python", [PYTHON, Path(sys.executable)], ids=["openai2", "openai3"])
 @pytest.mark.parametrize("how", ["whole", "stream"])
 async def test_openai_sdk(clients: Clients, session: str, python: Path, how: str) -> None:
-    result = clients.run("openai_sdk", how, base=clients.session(session), python=python)
+    result = clients.run("openai_sdk", how, base=clients.session(session), interpreter=python)
     assert result["answer"] == ANSWER
     await clients.exact_sample(session)
 

@@ -82,7 +82,7 @@ async def test_trl_client(clients: Clients, session: str, tmp_path: Path) -> Non
     packages = next(PYTHON.parents[1].glob("lib/python3*/site-packages"))
     result = clients.run(
         "trl_client", str(packages), str(tmp_path / "bridges.json"), session,
-        base=clients.served.url, python=Path(sys.executable),
+        base=clients.served.url, interpreter=Path(sys.executable),
     )  # fmt: skip
     assert (result["mode"], result["world"]) == ("processed_logprobs", 1)
     assert "Evaluates an arithmetic" in renderer.decode(result["prompt"])

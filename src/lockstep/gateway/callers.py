@@ -186,6 +186,11 @@ def check_session_id(name: str, param: str) -> None:
         )
 
 
+def owner_of(http: Request) -> str:
+    """Return the owner of what a request stores by an id: its session, else its tenant."""
+    return session_id(http) or f"{caller_of(http).tenant} without a session"
+
+
 def request_id(http: Request, from_body: str | None = None) -> str:
     """Return the id of a request: that of the header X-Request-Id, else the body's, else a new one.
 

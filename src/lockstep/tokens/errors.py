@@ -11,6 +11,7 @@ LockstepError
 ├── Forbidden                 403  a path, host or key that is not allowed here
 ├── NotFound                  404  no such route, model, session or operation
 │   ├── UnknownModel               neither a served model nor a loaded adapter
+│   ├── ThreadNotFound             the gateway does not hold the thread of messages
 │   └── Gone                  410  it existed and is no longer kept
 ├── Conflict                  409  valid request at the wrong time
 │   ├── VersionUnavailable         the required weight version is not served
@@ -176,6 +177,10 @@ class NotFound(LockstepError):
 
 class UnknownModel(NotFound):
     code = "unknown_model"
+
+
+class ThreadNotFound(NotFound):
+    code = "thread_not_found"
 
 
 class Gone(NotFound):

@@ -379,3 +379,68 @@ async def test_a_prefilled_message_is_continued(server: DialectServer) -> None:
     messages = [user("Hello"), {"role": "assistant", "content": "Hello"}]
     message = await server.ok(MESSAGES, {**BODY, "messages": messages})
     assert message["content"][0]["text"] == "Hello there."
+
+
+def thread(message: dict[str, Any] | None = None) -> dict[str, Any]:
+    if message is None:
+        return {"type": "create"}
+    return {"type": "continue", "previous_message_id": message["id"]}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_thread_is_continued_with_its_new_messages_only(
+    server: DialectServer, streamed: bool
+) -> None:
+    name = f"thread-{streamed}"
+    path = f"/sessions/{name}{MESSAGES}"
+    opening = {
+        **BODY,
+        "messages": [user("two files")],
+        "tools": [READ],
+        "system": "Be kind.",
+        "thread": thread(),
+    }
+    if streamed:
+        events = await server.events(path, opening)
+        assert events[-1][0] == "message_stop"
+        first, calls = (
+            events[0][1]["message"],
+            [
+                data["content_block"]
+                for event, data in events
+                if event == "content_block_start" and data["content_block"]["type"] == "tool_use"
+            ],
+        )
+    else:
+        first = await server.ok(path, opening)
+        calls = first["content"][2:]
+    results = [result(call, "text") for call in calls]
+    body = {**BODY, "messages": [user(results)], "thread": thread(first)}
+    counted = await server.ok(f"{path}/count_tokens", body)
+    second = await server.ok(path, body)
+    assert second["content"][-1] == text("Done.")
+    assert second["usage"]["input_tokens"] == counted["input_tokens"]
+    (sample,) = await server.samples(name)
+    assert server.breaks(name) == {}
+    assert "Be kind." in server.renderer.decode(sample.token_ids)
+
+
+async def test_a_thread_that_is_not_held_is_named_so_that_the_client_sends_it_again(
+    server: DialectServer,
+) -> None:
+    first = await server.ok(
+        MESSAGES, {**BODY, "messages": [user("Hello")], "thread": thread(), "system": "Be kind."}
+    )
+    unthreaded = await server.ok(MESSAGES, {**BODY, "messages": [user("Hello")]})
+    body = {**BODY, "messages": [user("and then")]}
+    for path, message in (("/sessions/other" + MESSAGES, first), (MESSAGES, unthreaded)):
+        response = await server.post(path, {**body, "thread": thread(message)})
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert error["type"] == "not_found_error"
+        assert error["details"] == {"error_code": "thread_not_found"}
+    changed = await server.post(MESSAGES, {**body, "thread": thread(first), "system": "Be brief."})
+    assert changed.status_code == 400
+    assert changed.json()["error"]["message"].startswith("system: ")
+    unnamed = await server.post(MESSAGES, {**body, "thread": {"type": "continue"}})
+    assert unnamed.json()["error"]["message"] == "thread.previous_message_id: Field required"

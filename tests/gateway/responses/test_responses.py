@@ -312,6 +312,63 @@ async def test_in_a_session_the_response_before_is_found_by_its_turn_after_a_res
         assert (await server.post("/sessions/other" + RESPONSES, body)).status_code == 400
 
 
+def references(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "item_reference", "id": item["id"]} for item in items]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_references_stand_for_items_of_the_session(
+    server: DialectServer, streamed: bool
+) -> None:
+    name = f"references-{streamed}"
+    path, body = f"/sessions/{name}" + RESPONSES, {**BODY, "tools": [READ, EXEC]}
+    items: list[dict[str, Any]] = []
+    for question in ("two files", "run it"):
+        items.append(message("user", question))
+        if streamed:
+            first = (await server.events(path, {**body, "input": items}))[-1][1]["response"]
+        else:
+            first = await server.ok(path, {**body, "input": items})
+        calls = [item for item in first["output"] if "call_id" in item]
+        items += references(first["output"]) + [output(call, "text") for call in calls]
+        response = await server.ok(path, {**body, "input": items})
+        items += references(response["output"])
+    assert len(await server.samples(name)) == 1
+    assert server.breaks(name) == {}
+
+
+async def test_references_are_found_in_the_turns_of_a_session_after_a_restart(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    stored, path = str(tmp_path / "sessions.sqlite"), "/sessions/kept" + RESPONSES
+    body = {**BODY, "tools": [READ, EXEC, AGENTS]}
+    items: list[dict[str, Any]] = []
+    async with dialect_server(worker, sessions=SqliteSessionStore(stored)) as server:
+        for question in ("two files", "run it", "spawn"):
+            items.append(message("user", question))
+            first = await server.ok(path, {**body, "input": items})
+            calls = [item for item in first["output"] if "call_id" in item]
+            items += references(first["output"]) + [output(call, "text") for call in calls]
+            response = await server.ok(path, {**body, "input": items})
+            items += references(response["output"])
+    async with dialect_server(worker, sessions=SqliteSessionStore(stored)) as server:
+        response = await server.post(path, {**body, "input": [*items, message("user", "Hello")]})
+        assert response.status_code == 200, response.text
+        assert response.headers["x-lockstep-bridged"] == "true"
+        foreign = await server.post("/sessions/other" + RESPONSES, {**body, "input": items})
+        assert foreign.status_code == 404
+        assert foreign.json()["error"]["param"] == "input[1].id"
+        assert items[1]["id"] in foreign.json()["error"]["message"]
+
+
+async def test_a_deleted_response_takes_its_items_along(server: DialectServer) -> None:
+    response = await server.ok(RESPONSES, {**BODY, "input": "Hello"})
+    body = {**BODY, "input": [*references(response["output"]), message("user", "More")]}
+    assert (await server.post(RESPONSES, body)).status_code == 200
+    await server.http.delete(f"{RESPONSES}/{response['id']}")
+    assert (await server.post(RESPONSES, body)).status_code == 404
+
+
 async def test_only_its_owner_reads_and_deletes_a_stored_response(
     server: DialectServer,
 ) -> None:
@@ -364,7 +421,8 @@ async def test_fields_of_codex_are_accepted_and_listed(server: DialectServer) ->
     [
         ({"frobnicate": 1}, "frobnicate"),
         ({"input": ""}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]"),
         ({"input": [message("user", "a", colour="red")]}, "input[0].colour"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
-from lockstep.gateway.callers import caller_of, request_id, session_id
+from lockstep.gateway.callers import caller_of, owner_of, request_id, session_id
 from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.messages.threads import MessageThreads
 from lockstep.gateway.messages.translate import TranslatedMessages, translate
 from lockstep.gateway.messages.write import MessageStream, whole_message
 from lockstep.gateway.openapi.route_doc import RouteDoc
@@ -53,6 +55,7 @@ class MessagesRoutes:
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
         self._opener = TurnOpener(context)
+        self._threads = MessageThreads()
         self.routes = [
             HttpRoute("/v1/messages", self.messages, methods=["POST"]),
             HttpRoute("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
@@ -74,6 +77,9 @@ class MessagesRoutes:
         request_id(http)
         body = await read_body(http, decode_messages, self._context.limits)
         check_tokens_header(http, stream=body.stream)
+        owner = owner_of(http)
+        body = self._threads.resolve(owner, body)
+        store = partial(self._threads.add, owner, body)
         translated = await self._translate(http, body)
         chat = translated.chat
         if session_id(http) is None and _is_prefill(chat.messages[-1]):
@@ -89,11 +95,12 @@ class MessagesRoutes:
         response: Response
         if body.stream:
             stream = await TurnStream.started(http, turn, self._context.pool)
-            events = MessageStream(turn, stream).events()
+            events = MessageStream(turn, stream, store).events()
             response = EventStream(events, http.state.request_id, done=b"")
         else:
             _, (reply,) = await sample_turn(http, turn, self._context.pool)
             message = whole_message(turn, reply)
+            store(message)
             response = json_response(with_tokens(http, turn, reply, message))
         response.headers["request-id"] = http.state.request_id
         response.headers.update(turn.headers)
@@ -102,6 +109,7 @@ class MessagesRoutes:
     async def _count_tokens(self, http: Request) -> Response:
         request_id(http)
         body = await read_body(http, decode_count, self._context.limits)
+        body = self._threads.resolve(owner_of(http), body)
         await self._context.models.resolve(body.model, caller_of(http).tenant)
         translated = await self._translate(http, body)
         renderer = await self._context.models.renderer()

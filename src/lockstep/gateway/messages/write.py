@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from typing import Literal
 
@@ -15,6 +15,7 @@ from lockstep.protocol.openai.chat_response import ChatReply
 from lockstep.tokens.errors import LockstepError, Unavailable
 
 Kind = Literal["thinking", "text"]
+StoreMessage = Callable[[wire.AnthropicMessage], None]
 
 
 def whole_message(turn: GatewayTurn, reply: ChatReply) -> wire.AnthropicMessage:
@@ -54,11 +55,14 @@ def stop_of(turn: GatewayTurn, reply: ChatReply) -> tuple[wire.StopReason, str |
 
 
 class MessageStream:
-    """The events of one turn; an error after the start becomes an event."""
+    """The events of one turn; an error after the start becomes an event. `store` gets the whole
+    message before the client has the last event.
+    """
 
-    def __init__(self, turn: GatewayTurn, parts: TurnStream) -> None:
+    def __init__(self, turn: GatewayTurn, parts: TurnStream, store: StoreMessage) -> None:
         self._turn = turn
         self._parts = parts
+        self._store = store
         self._index = -1
         self._open: Kind | None = None
         self._thought = ""
@@ -98,6 +102,7 @@ class MessageStream:
 
     def _end_events(self, reply: ChatReply) -> Iterator[bytes]:
         stop_reason, stop_sequence = stop_of(self._turn, reply)
+        self._store(whole_message(self._turn, reply))
         yield from self._close_block()
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         yield wire.event("message_delta", delta=delta, usage=self._usage())

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from time import time
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
-from lockstep.gateway.callers import caller_of, request_id, session_id
+from lockstep.gateway.callers import caller_of, owner_of, request_id
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.openapi.route_doc import RouteDoc
+from lockstep.gateway.responses.references import (
+    referenced_ids,
+    session_items,
+    with_references,
+)
 from lockstep.gateway.responses.stored import StoredResponses
 from lockstep.gateway.responses.translate import (
     TranslatedResponses,
@@ -22,7 +28,7 @@ from lockstep.gateway.responses.write import (
     empty_response,
     ended_response,
     failed_events,
-    whole_output,
+    output_items,
 )
 from lockstep.gateway.turn.open import TurnOpener, join_session
 from lockstep.gateway.turn.sample import TurnStream, sample_turn
@@ -91,7 +97,7 @@ class ResponsesRoutes:
         turn = await self._opener.open(http, translated.chat, clamp=True)
         if translated.accepted:
             turn.headers["x-lockstep-accepted"] = ",".join(sorted(set(translated.accepted)))
-        owner = _owner(http)
+        owner = owner_of(http)
 
         def store(response: ResponseObject, reply: ChatReply) -> None:
             if body.store is not False:
@@ -104,7 +110,7 @@ class ResponsesRoutes:
             response = EventStream(stream.events(), http.state.request_id, done=b"")
         else:
             _, (reply,) = await sample_turn(http, turn, self._context.pool)
-            output = whole_output(turn, reply, translated.tools)
+            output = output_items(turn.id, reply.message, translated.tools)
             ended = ended_response(empty, turn, reply, output)
             store(ended, reply)
             response = json_response(with_tokens(http, turn, reply, ended))
@@ -120,23 +126,43 @@ class ResponsesRoutes:
     async def retrieve(self, http: Request) -> Response:
         """Return a stored response."""
         return json_response(
-            self._stored.require(_owner(http), http.path_params["response_id"]).body
+            self._stored.require(owner_of(http), http.path_params["response_id"]).body
         )
 
     async def delete(self, http: Request) -> Response:
         """Delete a stored response; turns in a session stay."""
         name = http.path_params["response_id"]
-        self._stored.delete(_owner(http), name)
+        self._stored.delete(owner_of(http), name)
         return json_response(DeletedResponse(id=name))
 
     async def _translate(self, http: Request, body: ResponsesRequest) -> TranslatedResponses:
         renderer = await self._context.models.renderer()
+        body = await self._resolve_references(http, body, renderer)
         before = await self._previous_messages(http, body, renderer)
         large, inner = is_large_json(body_bytes(http)), takes_inner_system(renderer)
         translated = await off_loop(large, translate, body, before, inner_system=inner)
         _set_effort(translated, body, renderer)
         check_chat(translated.chat)
         return translated
+
+    async def _resolve_references(
+        self, http: Request, body: ResponsesRequest, renderer: Renderer
+    ) -> ResponsesRequest:
+        """Return the request with the items that it references by id.
+
+        In a session they are also found in its turns, after a restart or by another gateway.
+        """
+        names = referenced_ids(body.input)
+        if isinstance(body.input, str) or not names:
+            return body
+        owner = owner_of(http)
+        by_id = {name: self._stored.find_item(owner, name) for name in names}
+        if None in by_id.values():
+            session = await join_session(http, self._context, renderer)
+            if session is not None:
+                items = session_items(session.replies(), names, caller_of(http).request_id)
+                by_id |= {name: item for name, item in items.items() if by_id[name] is None}
+        return msgspec.structs.replace(body, input=with_references(body.input, by_id))
 
     async def _previous_messages(
         self, http: Request, body: ResponsesRequest, renderer: Renderer
@@ -148,7 +174,7 @@ class ResponsesRoutes:
         name = body.previous_response_id
         if name is None:
             return []
-        stored = self._stored.find(_owner(http), name)
+        stored = self._stored.find(owner_of(http), name)
         if stored is not None:
             return stored.messages
         session = await join_session(http, self._context, renderer)
@@ -159,11 +185,6 @@ class ResponsesRoutes:
                 f"Previous response with id '{name}' not found.", param="previous_response_id"
             )
         return without_instructions(messages, body.instructions)
-
-
-def _owner(http: Request) -> str:
-    """Return the owner of a request's responses: its session, else its tenant."""
-    return session_id(http) or f"{caller_of(http).tenant} without a session"
 
 
 def _set_effort(

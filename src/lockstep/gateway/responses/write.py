@@ -6,7 +6,7 @@ The events satisfy the SDK, Codex, opencode and Qwen Code, each of which needs o
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -71,14 +71,13 @@ def ended_response(
     )
 
 
-def whole_output(turn: GatewayTurn, reply: ChatReply, tools: ToolNames) -> list[wire.Fields]:
+def output_items(turn_id: str, message: Mapping[str, Any], tools: ToolNames) -> list[wire.Fields]:
     """Return the output items of a whole turn."""
-    message = reply.message
     output: list[wire.Fields] = []
     if thought := message.get("reasoning_content"):
-        output.append(wire.reasoning_item(f"rs_{turn.id}", thought, seal(thought)))
+        output.append(wire.reasoning_item(f"rs_{turn_id}", thought, seal(thought)))
     if text := message.get("content"):
-        output.append(wire.message_item(f"msg_{turn.id}", text))
+        output.append(wire.message_item(f"msg_{turn_id}", text))
     for call in message.get("tool_calls", ()):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         output.append(tools.call_item(call["id"], name, arguments, "completed"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
@@ -232,6 +232,11 @@ class Session:
             if node.request_id == request_id:
                 return plain_messages(node.messages())
         return None
+
+    def replies(self) -> Iterator[tuple[str, Plain]]:
+        """Yield the id of each request with its reply, newest first."""
+        for node in reversed(self._cached.ledger.nodes):
+            yield node.request_id, plain_messages([node.reply])[0]
 
     async def continue_(self, node: Node) -> PromptPlan:
         """Return the prompt that continues an aborted turn; see Ledger.continue_."""

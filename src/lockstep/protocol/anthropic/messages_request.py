@@ -125,6 +125,13 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: dict[str, Any] | None = None
 
 
+class ThreadConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A thread: the server holds the conversation under the id of each response."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The request body. `max_tokens` is optional only for counting tokens."""
 
@@ -145,6 +152,7 @@ class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     context_management: Any = None
     service_tier: str | None = None
     cache_control: Any = None
+    thread: ThreadConfig | None = None
 
     def accepted(self) -> list[str]:
         """The fields of this request that are accepted without effect."""

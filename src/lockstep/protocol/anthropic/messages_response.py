@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.errors import LockstepError, ThreadNotFound
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
@@ -75,8 +75,11 @@ def event(name: str, **fields: Any) -> bytes:
 def error_of(error: LockstepError, request_id: str | None) -> Fields:
     """Return an error in Anthropic's shape, with our own code as `reason`."""
     kind = ERROR_TYPES.get(error.status, "api_error")
+    body: Fields = {"type": kind, "message": error.message, "reason": error.code}
+    if isinstance(error, ThreadNotFound):
+        body["details"] = {"error_code": error.code}  # on which Anthropic's SDK sends the history
     return {
         "type": "error",
-        "error": {"type": kind, "message": error.message, "reason": error.code},
+        "error": body,
         "request_id": request_id,
     }
