@@ -58,7 +58,7 @@ def main() -> None:
                     "max_tokens": task.turn_tokens,
                     "temperature": task.temperature,
                 },
-                "learner": {"lr": LEARNING_RATE, "threads": options.threads, "micro_batch": 128},
+                "learner": {"lr": LEARNING_RATE, "threads": options.threads},
                 "loop": {
                     "mode": options.mode,
                     "steps": options.steps or task.steps,

@@ -102,6 +102,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F97": ("a request that ends its worker is retried until no worker is left", "never sent to a third worker; its digest is refused for five minutes"),
     "F99": ("text that looks like control tokens becomes control tokens, so that a file can forge turns", "messages are encoded as text, whatever they spell out; control tokens come from the template only"),
     "F100": ("logprobs of a truncated or masked distribution are compared with those of the whole vocabulary, or of sets selected again under other weights", "the set that each token was drawn from is recorded and replayed; a sample without it is marked, and training on it is an error"),
+    "F101": ("tokens that a correction rejects stay in the denominator unnoticed", "`loss.rejected` says whether they count in the mean; metrics have both counts, and what each correction touched"),
 }  # fmt: skip
 
 

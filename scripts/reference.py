@@ -116,7 +116,9 @@ def type_name(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(type_name(each) for each in arguments if each is not type(None))
     if origin is tuple:
-        return f"list of {type_name(arguments[0])}"
+        return (
+            "list of tables" if is_dataclass(arguments[0]) else f"list of {type_name(arguments[0])}"
+        )
     if origin is not None:
         return "table"
     return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(

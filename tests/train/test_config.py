@@ -40,8 +40,50 @@ def test_the_example_is_a_valid_configuration() -> None:
         ({"learner": {"lora_rank": -4}}, r"learner\.lora_rank is -4: expected 0 or more"),
         ({"learner": {"lora_alpha": 0}}, r"learner\.lora_alpha is 0: expected 1 or more"),
         ({"learner": {"device": "gpu"}}, r"learner\.device is 'gpu': expected cpu, cuda or cuda:N"),
-        ({"loss": {"mask_low": -0.5}}, r"loss\.mask_low is -0\.5: expected 0 or more"),
-        ({"loss": {"kl": -1}}, r"loss\.kl is -1.*: expected 0 or more"),
+        ({"loss": {"mask_low": 0.5}}, r"loss\.mask_low is not a.*: set loss\.options\.mask_low"),
+        ({"loss": {"options": {"kl": -1}}}, r"loss\.options\.kl is -1: expected 0 or more"),
+        ({"loss": {"length": 8}}, r"loss\.length is 8, but loss\.aggregation is 'token'"),
+        ({"loss": {"overlong": 64}}, r"loss\.overlong is 64, but rollout\.max_tokens is 48"),
+        (
+            {"loss": {"kind": "distill", "baseline": "batch"}},
+            r"loss\.baseline is 'batch', but loss\.kind 'distill' learns from a teacher",
+        ),
+        (
+            {"loss": {"corrections": [{"kind": "mask", "high": -1.0}]}},
+            r"loss\.corrections\[0\]\.high is -1\.0: expected more than 0",
+        ),
+        (
+            {"loss": {"corrections": [{"kind": "mask", "hi": 1.0}]}},
+            r"loss\.corrections\[0\]\.hi is not a known field: expected one of kind, level",
+        ),
+        (
+            {"loss": {"corrections": [{"kind": "cap"}]}},
+            r"loss\.corrections\[0\]\.kind is 'cap': expected one of 'tis', 'mis'",
+        ),
+        (
+            {"loss": {"kind": "grpo", "corrections": [{"kind": "tis", "level": "geometric"}]}},
+            r"loss\.corrections\[0\]\.level is 'geometric': tis has token, sequence",
+        ),
+        (
+            {"loss": {"kind": "grpo", "corrections": [{"kind": "mis", "high": 0.5}]}},
+            r"loss\.corrections\[0\] has the range 0 to 0\.5: expected one that contains 1",
+        ),
+        (
+            {"loss": {"corrections": [{"kind": "tis"}]}},
+            r"loss\.corrections\[0\]\.kind is 'tis', but loss\.kind 'dppo' bounds the distance",
+        ),
+        (
+            {"loss": {"kind": "sft", "corrections": [{"kind": "tis"}]}},
+            r"loss\.corrections\[0\]\.kind is 'tis', but loss\.kind 'sft' takes its tokens as",
+        ),
+        (
+            {"loss": {"kind": "grpo", "corrections": [{"kind": "tis"}, {"kind": "icepop"}]}},
+            r"loss\.corrections\[1\]\.kind is 'icepop', but loss\.corrections\[0\] multiplies",
+        ),
+        (
+            {"loss": {"corrections": [{"kind": "mask"}, {"kind": "mask"}]}},
+            r"loss\.corrections\[1\]\.kind is 'mask', but loss\.corrections\[0\] is of this kind",
+        ),
         ({"eval": {"prompts": -2}}, r"eval\.prompts is -2: expected 0 or more"),
         ({"seed": 10**400}, r"seed is 1000+: expected 0 or more and less than 9\.22337e\+18"),
         ({"rollout": {"group_size": 1}}, r"rollout\.group_size is 1: expected 2 or more"),
@@ -53,10 +95,12 @@ def test_the_example_is_a_valid_configuration() -> None:
             r"rollout\.logprobs is 'raw': expected 'processed'",
         ),
         ({"loss": {"kind": "distill"}}, r"teacher\.url is '': expected the URL of a teacher"),
-        ({"loss": {"kind": "gpro"}}, r"loss\.kind is 'gpro': expected one of grpo, distill, cross"),
-        ({"loss": {"kind": "ppo", "kl": 1.0}}, r"loss\.kl is 1\.0, but loss\.kind 'ppo' has no"),
+        ({"loss": {"kind": "gpro"}}, r"loss\.kind is 'gpro': expected one of dppo, ipo, grpo"),
+        (
+            {"loss": {"kind": "ppo", "options": {"kl": 1}}},
+            r"loss\.options\.kl is 1: the options of",
+        ),
         ({"loss": {"kind": "dro"}}, r"loss\.options\.beta is missing: dro has no default"),
-        ({"loss": {"options": {"kl": 1.0}}}, r"loss\.options\.kl is 1\.0: set loss\.kl instead"),
         ({"learner": {"exact": "yes"}}, r"learner\.exact is 'yes': expected true or false"),
         ({"sinks": ["x"]}, r"sinks\[0\] is 'x': expected one of 'jsonl', 'wandb'"),
     ],

@@ -77,6 +77,29 @@ async def test_the_reward_rises_without_any_mismatch(stack: Stack, tmp_path: Pat
         await stack.trainer(config).run()
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_dapo_replaces_groups_whose_rewards_are_all_equal(
+    stack: Stack, tmp_path: Path, mode: str
+) -> None:
+    """A resumed run plays the tasks that an uninterrupted one would have played next."""
+    sections: dict[str, Any] = {
+        "loss": {"kind": "dapo", "overlong": 8},
+        "rollout": {"groups": 4, "group_size": 2, "max_tokens": 16},
+        "loop": {"mode": mode, "steps": 2, "max_off_policy": 1},
+    }
+    run = tmp_path / "run"
+    await stack.trainer(run_config(run, **sections)).run()
+    sections["loop"]["steps"] = 3
+    result = await stack.trainer(run_config(run, **sections), resume=True).run()
+    learnt = lines(run, "metrics.jsonl")
+    assert len(learnt) == 3
+    assert any(line.get("uniform", 0) > 0 for line in learnt)
+    assert all(line["mismatch_kl"] == 0.0 for line in learnt if not line["off_policy_max"])
+    played = torch.load(run / "state" / "step-3.pt", weights_only=True)["played"]
+    assert played >= sum(4 + line.get("uniform", 0) for line in learnt) > 12
+    assert result.steps[-1].step == 3
+
+
 async def test_two_turns_with_a_tool_stay_exact(stack: Stack, tmp_path: Path) -> None:
     config = run_config(tmp_path / "run", env={"name": "calc"}, loop={"steps": 2})
     result = await stack.trainer(config).run()

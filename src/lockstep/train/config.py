@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -15,41 +14,11 @@ import msgspec
 
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
-from lockstep.train.losses.loss import Loss, Option
-from lockstep.train.losses.loss_table import LOSSES
+from lockstep.train.losses.loss_config import LossConfig, LossPlan
+from lockstep.train.ranges import Range
 
 Handling = Literal["drop", "mask", "keep"]
 SinkName = Literal["jsonl", "wandb", "tensorboard", "trackio", "mlflow"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The values that a number of the configuration may have, as an annotation of its field.
-
-    Infinity and NaN are never allowed. The numbers of a list must all be in the range.
-    """
-
-    least: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    def __contains__(self, value: object) -> bool:
-        if isinstance(value, tuple | list):
-            return all(item in self for item in value)
-        return (
-            (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)))
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        parts = (
-            None if self.least is None else f"{self.least:g} or more",
-            None if self.above is None else f"more than {self.above:g}",
-            None if self.below is None else f"less than {self.below:g}",
-        )
-        return " and ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,69 +67,16 @@ class RolloutConfig:
         "processed"
     )
     concurrency: Annotated[int, Range(least=1), "Maximum number of concurrent rollouts."] = 128
+    max_rounds: Annotated[
+        int,
+        Range(least=1),
+        "How many times `groups` tasks a step may play, where groups with equal rewards are "
+        "replaced (loss.resample).",
+    ] = 4
     experts: Annotated[bool, "Request the routed experts of every token."] = False
     samples_shown: Annotated[
         int, Range(least=0), "Conversations per step that are stored for the report."
     ] = 2
-
-
-GRPO_OPTIONS = ("mask", "mask_low", "mask_high", "kl")
-"""Options of the losses grpo and distill that are fields of [loss] themselves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
-    """The loss and its options.
-
-    grpo learns from rewards, distill from a teacher. Their `mask` leaves out tokens whose
-    probability moved by more than `mask_low` or `mask_high`: with dppo in the direction in which
-    the advantage pushes, with ipo in any direction. Other losses take their options from `options`.
-    """
-
-    kind: Annotated[str, f"One of {', '.join(LOSSES)}."] = "grpo"
-    normalize_std: Annotated[bool, "Divide advantages by the standard deviation of the group."] = (
-        False
-    )
-    mask: Annotated[Literal["dppo", "ipo", "none"], "Which tokens to leave out (grpo)."] = "dppo"
-    mask_low: Annotated[
-        float, Range(least=0), "Maximum decrease of a token's probability (grpo)."
-    ] = 0.2
-    mask_high: Annotated[
-        float, Range(least=0), "Maximum increase of a token's probability (grpo)."
-    ] = 0.2
-    kl: Annotated[float, Range(least=0), "Weight of the squared log ratio (grpo)."] = 1e-3
-    options: Annotated[Mapping[str, Any], "Options of losses other than grpo, by name."] = field(
-        default_factory=dict
-    )
-
-    def load(self) -> tuple[Loss, dict[str, Option]]:
-        """Return the loss and all of its options.
-
-        Raises BadRequest for an unknown loss and for an option that the loss does not have.
-        """
-        if self.kind not in LOSSES:
-            raise BadRequest(
-                f"loss.kind is {self.kind!r}: expected one of {', '.join(LOSSES)}",
-                param="loss.kind",
-            )
-        loss = LOSSES[self.kind]
-        options = dict(self.options)
-        for name in GRPO_OPTIONS:
-            value = getattr(self, name)
-            if name in self.options:
-                raise BadRequest(
-                    f"loss.options.{name} is {self.options[name]!r}: set loss.{name} instead",
-                    param=f"loss.options.{name}",
-                )
-            if name in loss.options:
-                options[name] = value
-            elif value != LOSSES["grpo"].options[name]:
-                raise BadRequest(
-                    f"loss.{name} is {value!r}, but loss.kind {self.kind!r} has no such option: "
-                    "leave it out",
-                    param=f"loss.{name}",
-                )
-        return loss, loss.with_defaults(self.kind, options, field="loss.options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +94,12 @@ class LearnerConfig:
     betas: Annotated[tuple[float, float], Range(least=0, below=1), "Betas of AdamW."] = (0.9, 0.95)
     weight_decay: Annotated[float, Range(least=0), "Weight decay of AdamW."] = 0.0
     max_grad_norm: Annotated[float, Range(above=0), "Gradients are clipped to this norm."] = 1.0
-    micro_batch: Annotated[
+    pass_tokens: Annotated[
         int,
         Range(least=1),
-        "Samples per forward pass. Passes with fewer than 4096 tokens take more.",
-    ] = 32
+        "Maximum number of tokens per forward pass, whose gradients add up to those of the step. "
+        "A longer sample gets its own pass.",
+    ] = 8192
     device: Annotated[str, "cpu or cuda."] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], "Type of the trained weights."] = "float32"
     threads: Annotated[int, Range(least=1), "Number of torch threads."] = 1
@@ -297,8 +214,7 @@ class TrainConfig:
         _check_ranges(self, "")
         require(re.fullmatch(r"cpu|cuda(:\d+)?", self.learner.device) is not None, "learner.device",
                 "cpu, cuda or cuda:N")  # fmt: skip
-        loss, _ = self.loss.load()
-        from_teacher = loss.learns_from == "teacher"
+        from_teacher = self.loss_plan.loss.learns_from == "teacher"
         require(from_teacher or self.rollout.group_size >= 2, "rollout.group_size",
                 "2 or more, as rewards are compared within a group")  # fmt: skip
         require(self.rollout.temperature == 1.0 or self.rollout.logprobs == "processed",
@@ -306,6 +222,11 @@ class TrainConfig:
                 "are not those of the distribution that was sampled from")  # fmt: skip
         require(not from_teacher or bool(self.teacher.url), "teacher.url",
                 f"the URL of a teacher, as loss.kind is {self.loss.kind!r}")  # fmt: skip
+
+    @property
+    def loss_plan(self) -> LossPlan:
+        """The loss with all of its settings. Raises BadRequest as `LossConfig.plan` does."""
+        return self.loss.plan(self.rollout.max_tokens)
 
     @classmethod
     def read(cls, path: str | Path) -> TrainConfig:
@@ -365,6 +286,15 @@ FREE_TO_CHANGE = (
     "learner.device", "learner.threads", "learner.exact", "learner.probe_tolerance",
 )  # fmt: skip
 """Fields that a resumed run may change without notice: they do not decide what it learns."""
+REPLACED = {
+    "loss.mask": 'set loss.kind to "dppo" or "ipo"',
+    "loss.mask_low": "set loss.options.mask_low",
+    "loss.mask_high": "set loss.options.mask_high",
+    "loss.kl": "set loss.options.kl",
+    "loss.normalize_std": 'set loss.baseline to "group_std"',
+    "learner.micro_batch": "set learner.pass_tokens",
+}
+"""Fields of earlier versions, and what replaces each."""
 TYPE_NAMES = {"object": "a table", "array": "a list", "bool": "true or false"}
 PROBLEM = re.compile(r"(?:Expected `([^`]*)`(?: of length (\d+))?)?.*? - at `\$\.(.*)`$")
 
@@ -375,6 +305,9 @@ def _check_ranges(section: Any, path: str) -> None:
         value, place = getattr(section, name), f"{path}{name}"
         if is_dataclass(value):
             _check_ranges(value, f"{place}.")
+        if isinstance(value, tuple) and value and is_dataclass(value[0]):
+            for at, item in enumerate(value):
+                _check_ranges(item, f"{place}[{at}].")
         for allowed in getattr(hint, "__metadata__", ()):
             if isinstance(allowed, Range) and value is not None and value not in allowed:
                 raise BadRequest(f"{place} is {value!r}: expected {allowed}", param=place)
@@ -395,11 +328,17 @@ def _check_names(kind: Any, raw: Mapping[str, Any], path: str) -> None:
     for name, value in raw.items():
         field = f"{path}{name}"
         if name not in hints:
-            raise BadRequest(
-                f"{field} is not a known field: expected one of {', '.join(hints)}", param=field
-            )
+            expected = f"expected one of {', '.join(hints)}"
+            if field in REPLACED:
+                expected = f"it was replaced: {REPLACED[field]}"
+            raise BadRequest(f"{field} is not a known field: {expected}", param=field)
         if is_dataclass(hints[name]) and isinstance(value, Mapping):
             _check_names(hints[name], value, f"{field}.")
+        item_kind = next(iter(get_args(hints[name])), None)
+        if is_dataclass(item_kind) and isinstance(value, list | tuple):
+            for at, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    _check_names(item_kind, item, f"{field}[{at}].")
 
 
 def _explain(message: str, raw: Mapping[str, Any]) -> BadRequest:

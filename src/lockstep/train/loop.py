@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
@@ -109,7 +109,7 @@ class Trainer:
                     tokenizer=serve.tokenizer or config.model)
         )  # fmt: skip
         self._teacher: Policy | None = None
-        if config.loss.load()[0].learns_from == "teacher":
+        if config.loss_plan.loss.learns_from == "teacher":
             teacher = config.teacher
             self._teacher = await stack.enter_async_context(
                 connect(teacher.url, teacher.model, api_key=teacher.api_key)
@@ -160,6 +160,7 @@ class Trainer:
         state = self.directory.load_state(step)
         learner.load_state(state)
         self._steps.clock = Clock(dict(state["versions"]))
+        self._steps.played = state.get("played", step * self.config.rollout.groups)
         self._publisher.suffix = state["suffix"]
         self.directory.event("resume", step=step)
         self._record_exactness(exactness)
@@ -218,19 +219,41 @@ class Trainer:
 
     async def _train_sync(self, first: int) -> None:
         """Sample the groups of a step, learn from them, and continue with the new weights."""
-        per_step, size = self.config.rollout.groups, self.config.rollout.group_size
-        tasks = self._rollouts.tasks("train", first * per_step)
+        tasks = self._rollouts.tasks("train", self._steps.played)
         pinned = await self._pins_version()
         for step in range(first + 1, self.config.loop.steps + 1):
             started = perf_counter()
             version = self._steps.current.label if pinned else None
-            step_tasks = list(itertools.islice(tasks, per_step))
-            if len(step_tasks) < per_step:
-                raise self._tasks_ended((step - 1) * per_step + len(step_tasks))
-            seeds = (self.config.seed, "step", step)
-            groups = await self._rollouts.groups(step_tasks, size, seeds, version)
+            groups: list[RolloutGroup] = []
+            for played in range(self._rounds):
+                seeds = (self.config.seed, "step", step, *([played] if played else []))
+                groups += await self._play(tasks, self._missing(groups), seeds, version)
+                if not self._missing(groups):
+                    break
             await self._steps.take(step, groups, started, 0)
             await self._evaluate_after(step)
+
+    @property
+    def _rounds(self) -> int:
+        """How often a step may play tasks: once, unless groups with equal rewards are replaced."""
+        return self.config.rollout.max_rounds if self.config.loss_plan.resamples else 1
+
+    def _missing(self, groups: list[RolloutGroup]) -> int:
+        """Return how many groups a step lacks to learn from."""
+        resamples = self.config.loss_plan.resamples
+        useful = sum(group.varies or not resamples for group in groups)
+        return self.config.rollout.groups - useful
+
+    async def _play(
+        self, tasks: Iterator[Task], count: int, seeds: tuple[Any, ...], version: str | None
+    ) -> list[RolloutGroup]:
+        """Sample the groups of the next `count` tasks. Raises BadRequest where there are fewer."""
+        step_tasks = list(itertools.islice(tasks, count))
+        self._steps.played += len(step_tasks)
+        if len(step_tasks) < count:
+            raise self._tasks_ended(self._steps.played)
+        size = self.config.rollout.group_size
+        return await self._rollouts.groups(step_tasks, size, seeds, version)
 
     async def _pins_version(self) -> bool:
         """Return whether rollouts require the newest version, which the workers must support."""
@@ -251,7 +274,8 @@ class Trainer:
         async def run_group(number: int, task: Task) -> RolloutGroup:
             return await self._rollouts.group(task, size, (self.config.seed, "async", number))
 
-        tasks = enumerate(self._rollouts.tasks("train", first * per_step), first * per_step)
+        played = self._steps.played
+        tasks = enumerate(self._rollouts.tasks("train", played), played)
         queue = GroupQueue(tasks, run_group, limit=per_step * (limit + 1))
 
         def release_step() -> None:
@@ -262,16 +286,19 @@ class Trainer:
                 started = perf_counter()
                 groups: list[RolloutGroup] = []
                 late = 0
-                while len(groups) < per_step:
+                while self._missing(groups) and len(groups) < per_step * self._rounds:
                     group = await queue.take()
                     if group is None:
-                        raise self._tasks_ended((step - 1) * per_step + len(groups))
+                        raise self._tasks_ended(self._steps.played)
+                    self._steps.played += 1
                     await self._steps.settle_for([group])
                     if is_stale(group, self._steps.clock, step - 1, limit):
                         late += sum(len(rollout.samples) for rollout in group.rollouts)
                         queue.release(1)
                     else:
                         groups.append(group)
+                        if len(groups) > per_step:  # a step releases only `groups` of them
+                            queue.release(1)
                 await self._steps.take(step, groups, started, limit, late, on_served=release_step)
                 # With max_off_policy 0 nothing can be sampled before the new weights are served.
                 if not limit or self._evaluates(step):

@@ -55,6 +55,8 @@ class StepRunner:
     clock: Clock = field(default_factory=Clock)
     metrics: list[StepMetrics] = field(default_factory=list)
     current: Published = field(init=False)
+    played: int = 0
+    """Number of tasks whose groups were sampled, also by the processes before a resume."""
     skipped: int = 0
     """Number of skipped steps in a row."""
     _publishing: asyncio.Task[None] | None = None
@@ -223,6 +225,7 @@ class StepRunner:
                     **self.learner.state(),
                     "step": step,
                     "versions": dict(self.clock.steps),
+                    "played": self.played,
                     "suffix": self.publisher.suffix,
                     "metrics": None if draft is None else draft.to_json(),
                 },

@@ -10,7 +10,7 @@ import pytest
 from lockstep.tokens import Sample, VersionSpan
 from lockstep.tokens.errors import BadVersions, Conflict
 from lockstep.train.config import LoopConfig, TrainConfig
-from lockstep.train.learning.batch import Clock, is_stale, version_lags
+from lockstep.train.learning.batch import Clock, is_stale, make_batch, version_lags
 from tests.train.rollouts import batch, grouped
 
 
@@ -91,3 +91,37 @@ def test_the_baseline_is_the_mean_of_the_whole_group() -> None:
     assert [item.advantage for item in made.items] == [-1.0, 0.0, 1.0]
     assert made.solved == pytest.approx(2 / 3)
     assert made.tokens == 3
+
+
+def test_groups_with_equal_rewards_are_left_out_where_they_are_replaced() -> None:
+    groups = [
+        *grouped([sample("step-0")] * 2, [1.0, 1.0]),
+        *grouped([sample("step-0")] * 2, [0.0, 1.0]),
+    ]
+    clock, dapo = Clock({"step-0": 0}), TrainConfig.of({"loss": {"kind": "dapo", "overlong": 0}})
+    made = make_batch(groups, clock, 0, dapo, 0)
+    assert [item.advantage for item in made.items] == pytest.approx([-1, 1], abs=1e-5)
+    assert (made.uniform, made.rewards, made.tokens) == (1, (1.0, 1.0, 0.0, 1.0), 4)
+    # A batch of nothing else is learnt from as it is: its advantages are all 0.
+    alike = make_batch(groups[:1], clock, 0, dapo, 0)
+    assert ([item.advantage for item in alike.items], alike.uniform) == ([0.0, 0.0], 0)
+    assert len(make_batch(groups, clock, 0, TrainConfig(), 0).items) == 4
+
+
+def test_a_long_turn_loses_up_to_1_of_its_reward() -> None:
+    """Of 8 tokens, the reward falls over the last 4."""
+    settings = {"rollout": {"max_tokens": 8}, "loss": {"overlong": 4, "baseline": "group"}}
+    samples = [sample(*["step-0"] * length) for length in (3, 4, 5, 8)]
+    groups = grouped(samples, [1.0] * 4)
+    made = make_batch(groups, Clock({"step-0": 0}), 0, TrainConfig.of(settings), 0)
+    shaped = [1.0, 1.0, 0.75, 0.0]
+    assert [item.advantage for item in made.items] == [own - 0.6875 for own in shaped]
+    assert made.rewards == (1.0,) * 4
+
+
+@pytest.mark.parametrize(("kind", "advantages"), [
+    ("rloo", [-1.5, 0.0, 1.5]), ("dr_grpo", [-1.0, 0.0, 1.0]), ("grpo", [-1.2247, 0.0, 1.2247]),
+])  # fmt: skip
+def test_an_algorithm_brings_its_own_baseline(kind: str, advantages: list[float]) -> None:
+    made = batch([sample("step-0")] * 3, TrainConfig.of({"loss": {"kind": kind}}))
+    assert [item.advantage for item in made.items] == pytest.approx(advantages, abs=1e-3)

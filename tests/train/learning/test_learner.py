@@ -25,7 +25,7 @@ RESELECTED = TrainConfig(learner=LearnerConfig(support="reselected"))
 
 
 def config(model: str = "tiny", **learner: Any) -> TrainConfig:
-    return TrainConfig(model=model, learner=LearnerConfig(micro_batch=3, **learner))
+    return TrainConfig(model=model, learner=LearnerConfig(pass_tokens=64, **learner))
 
 
 def learner(model: str = "tiny", **options: Any) -> Learner:
@@ -150,6 +150,58 @@ def test_a_stale_label_shows_in_the_age_and_is_not_learnt_from(samples: list[Sam
     assert batch([stale, *fresh], now=3, limit=2).off_policy_max == 2
     strict = batch([stale, *fresh], now=3, limit=0)
     assert (strict.dropped, strict.off_policy_max) == (1, 0)
+
+
+def shifted(samples: list[Sample]) -> list[Sample]:
+    """The samples as another sampler would have drawn them, with other logprobs."""
+    return [
+        replace(own, logprobs=[
+            value + 0.7 * math.sin(3 * at) if was else 0.0
+            for at, (value, was) in enumerate(zip(own.logprobs, own.sampled_mask, strict=True))
+        ])
+        for own in samples
+    ]  # fmt: skip
+
+
+@pytest.mark.failure_mode("F101")
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("rejected", ["count", "leave"])
+def test_a_step_divides_by_the_tokens_that_count(
+    samples: list[Sample], rejected: str, aggregation: str
+) -> None:
+    """Loss and gradient of a step in three passes, against the formula over all tokens at once."""
+    loss = {
+        "kind": "ppo", "rejected": rejected, "aggregation": aggregation,
+        "corrections": [{"kind": "icepop", "low": 0.7, "high": 1.4}],
+    }  # fmt: skip
+    settings = TrainConfig.of({"model": "tiny", "loss": loss, "learner": {
+        "pass_tokens": 16, "max_grad_norm": 1e9,
+    }})  # fmt: skip
+    made = batch(shifted(samples), settings)
+    own = Learner(settings, exact=True)
+    learnt = own.step(made, 1)
+
+    other = Learner(settings, exact=True)
+    total, kept_tokens, sums = 0, 0, []
+    for item in made.items:
+        row = other.model(torch.tensor([item.sample.token_ids])).logits[0].log_softmax(-1)
+        at = [at for at, was in enumerate(item.sample.sampled_mask) if was]
+        new = torch.stack([row[i - 1, item.sample.token_ids[i]] for i in at])
+        rho = (new.detach() - torch.tensor([item.sample.logprobs[i] for i in at])).exp()
+        kept = (rho >= 0.7) & (rho <= 1.4)
+        values = -(rho * item.advantage * new)[kept]
+        count = int(kept.sum()) if rejected == "leave" else len(at)
+        total, kept_tokens = total + count, kept_tokens + int(kept.sum())
+        sums.append(values.sum() / count if aggregation == "sequence" else values.sum())
+    divisor = {"token": total, "sequence": len(sums), "constant": len(sums) * 48}[aggregation]
+    (torch.stack(sums).sum() / divisor).backward()
+    norm = sum(float(p.grad.double().square().sum()) for p in other.model.parameters()) ** 0.5
+    assert learnt.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    tokens = made.learnt_tokens
+    assert 0 < kept_tokens < tokens
+    counts = [learnt.metrics[name] for name in ("tokens_learnt", "tokens_kept")]
+    assert counts == [tokens, kept_tokens]
+    assert learnt.metrics["touched_token_icepop"] == tokens - kept_tokens
 
 
 def test_nothing_to_learn_from_is_an_error(samples: list[Sample]) -> None:

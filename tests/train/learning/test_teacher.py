@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.train.learning.teacher import reverse_kl, teacher_advantages
-from lockstep.train.losses.grpo import grpo
+from lockstep.train.losses.dppo import dppo
 
 T = torch.tensor
 
@@ -15,7 +15,7 @@ def test_distillation_pushes_up_tokens_that_the_teacher_finds_likelier() -> None
     teacher = T([-0.5, -3.0])
     advantages = teacher_advantages(trainer, teacher)
     assert advantages.tolist() == [0.5, -1.0]
-    loss = grpo(trainer, trainer.detach(), advantages, T([True, True]))
+    loss = dppo(trainer, trainer.detach(), advantages, T([True, True]))
     loss.values.sum().backward()
     assert trainer.grad is not None
     assert trainer.grad.tolist() == [-0.5, 1.0]

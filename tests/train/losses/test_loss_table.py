@@ -1,7 +1,8 @@
-"""Every loss of the table: value and gradient against plain PyTorch in float64."""
+"""Every loss of the table: value and gradient in float64 against formulas written out by hand."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,12 @@ from lockstep.tokens.errors import BadRequest
 from lockstep.train.losses.loss import Loss, TokenLoss
 from lockstep.train.losses.loss_table import LOSSES
 
-OLD = torch.tensor([0.0, -1.0, -0.5, -2.0, -1.5])
-A = torch.tensor([0.0, 1.0, -1.0, 2.0, -0.5])
-W = torch.tensor([0.0, 1.0, 0.5, 1.0, 2.0])
-SEQUENCE = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0])
+D = torch.float64
+OLD = torch.tensor([0.0, -1.0, -0.5, -2.0, -1.5], dtype=D)
+NEW = [-9.0, -0.4, -0.6, -2.1, -0.2]
+A = torch.tensor([0.0, 1.0, -1.0, 2.0, -0.5], dtype=D)
+W = torch.tensor([0.0, 1.0, 0.5, 1.0, 2.0], dtype=D)
+SEQUENCE = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0], dtype=D)
 INPUTS: dict[str, Any] = {
     "weights": W,
     "old_logprobs": OLD,
@@ -24,55 +27,107 @@ INPUTS: dict[str, Any] = {
     "sequence_ratio_mask": SEQUENCE,
     "lengths": [5],
 }
-CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-OPTIONS: dict[str, dict[str, float]] = {"dro": {"beta": 0.1}, "gspo": CLIP}
+OPTIONS: dict[str, dict[str, float]] = {"dro": {"beta": 0.1}}
+Row = tuple[float, float, float, float]
+"""New logprob, old logprob, advantage and weight of one token."""
 
 
 def trainer_logprobs() -> torch.Tensor:
-    return torch.tensor([-9.0, -0.4, -0.6, -2.1, -0.2], requires_grad=True)
+    return torch.tensor(NEW, dtype=D, requires_grad=True)
 
 
-def plain_grpo(lp: torch.Tensor) -> torch.Tensor:
-    r, moved = torch.exp(lp - OLD), lp.exp() - OLD.exp()
-    cut = torch.where(A > 0, moved > 0.2, moved < -0.2)
-    return (-(~cut * A * r) + 1e-3 * (lp - OLD) ** 2)[A != 0].sum()
+def clipped(low: float, high: float) -> Callable[[Row], tuple[float, float]]:
+    """PPO's surrogate: its value, and its derivative by the new logprob."""
+
+    def of(row: Row) -> tuple[float, float]:
+        new, old, a, _ = row
+        r = math.exp(new - old)
+        inside = min(max(r, low), high)
+        return (-r * a, -r * a) if r * a <= inside * a else (-inside * a, 0.0)
+
+    return of
 
 
-def plain_gspo(lp: torch.Tensor) -> torch.Tensor:
-    mean = ((lp - OLD) * SEQUENCE).sum().detach() / SEQUENCE.sum()
-    s = torch.exp(mean + lp - lp.detach())
-    return -torch.min(s * A, torch.clamp(s, 0.8, 1.2) * A).sum()
+def bounded(is_outside: Callable[[float, float], bool]) -> Callable[[Row], tuple[float, float]]:
+    """An unclipped ratio inside a trust region, and a penalty of the squared log ratio."""
+
+    def of(row: Row) -> tuple[float, float]:
+        new, old, a, _ = row
+        if not a:  # tokens that do not count
+            return 0.0, 0.0
+        kept = not is_outside(math.exp(new) - math.exp(old), a)
+        surrogate = -a * math.exp(new - old) * kept
+        return surrogate + 1e-3 * (new - old) ** 2, surrogate + 2e-3 * (new - old)
+
+    return of
 
 
-def plain_ppo(lp: torch.Tensor) -> torch.Tensor:
-    r = torch.exp(lp - OLD)
-    return -torch.min(r * A, torch.clamp(r, 0.8, 1.2) * A).sum()
+def ratio(row: Row) -> tuple[float, float]:
+    new, old, a, _ = row
+    return -math.exp(new - old) * a, -math.exp(new - old) * a
 
 
-PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "grpo": plain_grpo,
-    "distill": plain_grpo,
-    "cross_entropy": lambda lp: -(W * lp).sum(),
-    "importance_sampling": lambda lp: -(torch.exp(lp - OLD) * A).sum(),
-    "ppo": plain_ppo,
-    "cispo": lambda lp: -(torch.clamp(torch.exp(lp - OLD), 0, 4).detach() * lp * A).sum(),
-    "dro": lambda lp: -(lp * A - 0.5 * 0.1 * (lp - OLD) ** 2).sum(),
-    "gspo": plain_gspo,
+def cispo(row: Row) -> tuple[float, float]:
+    new, old, a, _ = row
+    weight = min(math.exp(new - old), 4.0)
+    return -weight * new * a, -weight * a
+
+
+def dro(row: Row) -> tuple[float, float]:
+    new, old, a, _ = row
+    return -(new * a - 0.05 * (new - old) ** 2), -(a - 0.1 * (new - old))
+
+
+def sequence(row: Row) -> tuple[float, float]:
+    """GSPO: the sequence has one ratio, which clips all tokens or none."""
+    _, _, a, _ = row
+    log = sum(
+        (new - old) * w for new, old, w in zip(NEW, OLD.tolist(), SEQUENCE.tolist(), strict=True)
+    )
+    r = math.exp(log / 4)
+    inside = min(max(r, 0.9997), 1.0004)
+    return (-r * a, -r * a) if r * a <= inside * a else (-inside * a, 0.0)
+
+
+def dppo_outside(moved: float, a: float) -> bool:
+    return moved > 0.2 if a > 0 else moved < -0.2
+
+
+def weighted(row: Row) -> tuple[float, float]:
+    return -row[3] * row[0], -row[3]
+
+
+BY_HAND: dict[str, Callable[[Row], tuple[float, float]]] = {
+    "dppo": bounded(dppo_outside),
+    "distill": bounded(dppo_outside),
+    "ipo": bounded(lambda moved, _: abs(moved) > 0.2),
+    "grpo": clipped(0.8, 1.2),
+    "dr_grpo": clipped(0.8, 1.2),
+    "dapo": clipped(0.8, 1.28),
+    "reinforce++": clipped(0.8, 1.2),
+    "ppo": clipped(0.8, 1.2),
+    "rloo": ratio,
+    "importance_sampling": ratio,
+    "cispo": cispo,
+    "dro": dro,
+    "gspo": sequence,
+    "sft": weighted,
+    "cross_entropy": weighted,
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_value_and_gradient_are_those_of_plain_torch(name: str) -> None:
+def test_value_and_gradient_are_those_of_the_formula(name: str) -> None:
     loss = LOSSES[name]
     options = loss.with_defaults(name, OPTIONS.get(name, {}), field="loss.options")
     own = trainer_logprobs()
-    value = loss({**INPUTS, "logprobs": own}, options).values.sum()
-    value.backward()
-    other = trainer_logprobs().detach().double().requires_grad_()
-    expected = PLAIN[name](other)
-    expected.backward()
-    torch.testing.assert_close(value.double(), expected)
-    torch.testing.assert_close(own.grad.double(), other.grad)
+    values = loss({**INPUTS, "logprobs": own}, options).values
+    values.sum().backward()
+    rows = zip(NEW, OLD.tolist(), A.tolist(), W.tolist(), strict=True)
+    expected = [BY_HAND[name](row) for row in rows]
+    assert own.grad is not None
+    assert values.tolist() == pytest.approx([value for value, _ in expected], rel=1e-9, abs=0)
+    assert own.grad.tolist() == pytest.approx([slope for _, slope in expected], rel=1e-9, abs=0)
     assert bool(own.grad.abs().sum() > 0)
 
 
@@ -111,8 +166,11 @@ def test_an_unknown_a_missing_and_a_mistyped_option_are_rejected_by_name() -> No
         LOSSES["dro"].with_defaults("dro", {}, field="o")
     with pytest.raises(BadRequest, match=r"o\.clip_low_threshold is 'x': expected a number"):
         LOSSES["ppo"].with_defaults("ppo", {"clip_low_threshold": "x"}, field="o")
-    with pytest.raises(BadRequest, match=r"o\.mask is 1\.0: expected a text"):
-        LOSSES["grpo"].with_defaults("grpo", {"mask": 1.0}, field="o")
+    with pytest.raises(BadRequest, match=r"o\.beta is -1\.0: expected 0 or more, and finite"):
+        LOSSES["dro"].with_defaults("dro", {"beta": -1.0}, field="o")
+    crossed = {"clip_low_threshold": 1.3}
+    with pytest.raises(BadRequest, match=r"o\.clip_low_threshold is 1\.3, but o\.clip_high_thr"):
+        LOSSES["ppo"].with_defaults("ppo", crossed, field="o")
 
 
 def test_a_loss_that_takes_an_unknown_input_is_a_programming_error() -> None:

@@ -139,7 +139,7 @@ class LockstepRolloutWorker:
                 ]
         rollouts = [task.result() for task in tasks]
         rewards = await self._score(row, [messages for _, messages in rollouts])
-        values = advantages(rewards, normalize_std=True)
+        (values,) = advantages([rewards], "group_std")
         opening = _messages(row["prompt"])
         deviation = float(np.std(rewards))
         for (sample, messages), reward, advantage in zip(rollouts, rewards, values, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +28,31 @@ class Rollout:
     breaks: int = 0
     retries: int = 0
 
+    @property
+    def failed(self) -> bool:
+        return self.reward.failure is not None
+
+    def shaped_reward(self, max_tokens: int, overlong: int) -> float:
+        """Return the reward less the penalty of a long turn.
+
+        The penalty rises from 0 to 1 over the last `overlong` tokens before `max_tokens`.
+        """
+        if not overlong:
+            return self.reward.value
+        longest = max((_longest_turn(sample) for sample in self.samples), default=0)
+        return self.reward.value - min(max(longest - (max_tokens - overlong), 0) / overlong, 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """The rollouts of one task. Their rewards are compared with each other."""
 
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def varies(self) -> bool:
+        """Whether the rollouts that did not fail have different rewards."""
+        return len({own.reward.value for own in self.rollouts if not own.failed}) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +81,8 @@ class TrainBatch:
     dropped: int
     breaks: int
     retries: int
+    uniform: int = 0
+    """Groups that were left out because all of their rewards are equal (loss.resample)."""
 
     @property
     def learnt_tokens(self) -> int:
@@ -104,13 +126,16 @@ def make_batch(
     items: list[TrainItem] = []
     lags: list[npt.NDArray[np.int64]] = []
     mixed = aborts = dropped = 0
-    for group in groups:
-        # The reward of a failed rollout must not move the baseline of its group.
-        valid = [rollout for rollout in group.rollouts if rollout.reward.failure is None]
-        dropped += sum(len(failed.samples) for failed in group.rollouts if failed.reward.failure)
-        rewards = [rollout.reward.value for rollout in valid]
-        values = advantages(rewards, normalize_std=config.loss.normalize_std)
-        for rollout, advantage in zip(valid, values, strict=True):
+    plan = config.loss_plan
+    varied = [group for group in groups if group.varies] if plan.resamples else []
+    learnt = varied or list(groups)  # without any difference, the step learns nothing from rewards
+    # The reward of a failed rollout must not move the baseline of its group.
+    valid = [[rollout for rollout in group.rollouts if not rollout.failed] for group in learnt]
+    dropped += sum(len(r.samples) for group in groups for r in group.rollouts if r.failed)
+    limit = config.rollout.max_tokens
+    rewards = [[r.shaped_reward(limit, plan.overlong) for r in group] for group in valid]
+    for group, values in zip(valid, advantages(rewards, plan.baseline), strict=True):
+        for rollout, advantage in zip(group, values, strict=True):
             for sample in rollout.samples:
                 check_mode(sample, config)
                 check_support(sample, config)
@@ -145,6 +170,7 @@ def make_batch(
         dropped=dropped,
         breaks=sum(rollout.breaks for rollout in rollouts),
         retries=sum(rollout.retries for rollout in rollouts),
+        uniform=len(groups) - len(learnt),
     )
 
 
@@ -190,6 +216,12 @@ def check_support(sample: Sample, config: TrainConfig) -> None:
             'a top_k), or accept the bias with learner.support = "reselected"',
             param="learner.support",
         )
+
+
+def _longest_turn(sample: Sample) -> int:
+    """Return the length of the longest run of sampled tokens."""
+    runs = itertools.groupby(sample.sampled_mask)
+    return max((sum(1 for _ in run) for sampled, run in runs if sampled), default=0)
 
 
 def version_lags(sample: Sample, clock: Clock, now: int) -> npt.NDArray[np.int64]:

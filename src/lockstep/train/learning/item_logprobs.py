@@ -25,9 +25,6 @@ from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainItem
 from lockstep.train.learning.expert_replay import ExpertReplay
 
-PASS_TOKENS = 4096
-"""A pass takes more samples than `learner.micro_batch` while they have fewer tokens than this."""
-
 
 class ItemLogprobs:
     """Scores the sampled tokens of train items with a model.
@@ -57,8 +54,7 @@ class ItemLogprobs:
         tokens = 0
         for at in order:
             length = len(items[at].sample.token_ids)
-            full = passes and len(passes[-1]) >= self._config.learner.micro_batch
-            if not passes or (full and tokens + length > PASS_TOKENS):
+            if not passes or tokens + length > self._config.learner.pass_tokens:
                 passes.append([])
                 tokens = 0
             passes[-1].append(at)

@@ -33,6 +33,7 @@ from lockstep.train.learning.expert_replay import ExpertReplay
 from lockstep.train.learning.item_logprobs import ItemLogprobs, sampled_at
 from lockstep.train.learning.tally import Tally
 from lockstep.train.learning.teacher import reverse_kl, teacher_advantages
+from lockstep.train.losses.corrections import correct
 from lockstep.train.losses.ratio import Ratio
 
 
@@ -42,6 +43,16 @@ class StepOutcome:
 
     metrics: dict[str, float]
     logprobs: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class LearntPass:
+    """The summed loss of a forward pass, the trainer's logprobs of the sampled tokens (N,), and how
+    many tokens of each item no correction rejected."""
+
+    loss: Tensor
+    trainer_N: Tensor
+    kept_counts: list[int]
 
 
 class Learner:
@@ -61,7 +72,7 @@ class Learner:
         torch.manual_seed(config.seed)
         self.exact = exact
         self.model = self._load(weights)
-        self._loss, self._loss_options = config.loss.load()
+        self._plan = config.loss_plan
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             trained, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay
@@ -117,8 +128,7 @@ class Learner:
 
     def step(self, batch: TrainBatch, number: int) -> StepOutcome:
         """Take an optimizer step on the batch. Raises Conflict when no token can be learnt from."""
-        total = batch.learnt_tokens
-        if not total:
+        if not batch.learnt_tokens:
             raise Conflict(
                 f"step {number} has no token to learn from: {batch.dropped} samples were dropped "
                 f"({batch.aborts} aborts, {batch.mixed} of mixed versions)"
@@ -127,18 +137,24 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.zero_grad(set_to_none=True)
-        tally, loss_sum = Tally(), 0.0
+        # Positions that nothing predicts are not scored, so they do not count.
+        counted = [int(item.learn_T[sampled_at(item)].sum()) for item in batch.items]
+        total = self._plan.denominator.count(counted) or 1
+        tally, loss_sum, kept_counts = Tally(), 0.0, [0] * len(counted)
         logprobs = [[0.0] * len(item.sample.token_ids) for item in batch.items]
         for indices in self._scorer.passes(batch.items):
             items = [batch.items[at] for at in indices]
             positions = [sampled_at(item) for item in items]
-            loss, trainer_N = self._learn(items, positions, tally)
-            (loss / total).backward()
-            loss_sum += float(loss.detach())
-            values = iter(trainer_N.tolist())
-            for at, tokens in zip(indices, positions, strict=True):
+            learnt = self._learn(items, positions, tally)
+            (learnt.loss / total).backward()
+            loss_sum += float(learnt.loss.detach())
+            values = iter(learnt.trainer_N.tolist())
+            for at, tokens, own in zip(indices, positions, learnt.kept_counts, strict=True):
+                kept_counts[at] = own
                 for token in tokens:
                     logprobs[at][token] = next(values)
+        if self._plan.rejected == "leave":
+            total = self._rescale_gradients(total, kept_counts)
         norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.learner.max_grad_norm)
         if not bool(torch.isfinite(norm)):
             raise Conflict(
@@ -146,54 +162,77 @@ class Learner:
             )
         self._optimizer.step()
         metrics = {**tally.means(), "loss": loss_sum / total, "grad_norm": float(norm), "lr": lr}
+        if self._plan.corrections:
+            metrics |= {"tokens_learnt": sum(counted), "tokens_kept": sum(kept_counts)}
         return StepOutcome(metrics, logprobs)
 
-    def _learn(
-        self, items: list[TrainItem], positions: list[Ints], tally: Tally
-    ) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of some items, and the trainer's logprobs of their sampled tokens.
+    def _rescale_gradients(self, total: float, kept_counts: list[int]) -> float:
+        """Divide the gradients by what the tokens count that were not rejected, instead of `total`.
 
-        `positions[i]` are those of the sampled tokens of item i.
+        Return the new divisor. Where all tokens were rejected, the gradients are 0 already.
         """
-        device = self.model.device
+        remaining = self._plan.denominator.count(kept_counts) or total
+        for parameter in self._trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(total / remaining)
+        return remaining
+
+    def _learn(self, items: list[TrainItem], positions: list[Ints], tally: Tally) -> LearntPass:
+        """Return the loss of one pass over some items, and the logprobs of their sampled tokens.
+
+        `positions[i]` are those of the sampled tokens of item i. Losses are computed in float64, so
+        that they are those of the formulas whatever the type of the model.
+        """
+        plan, device = self._plan, self.model.device
 
         def flatten(rows: Iterable[Any], dtype: Any) -> Tensor:
             parts = [np.asarray(row, dtype)[at] for row, at in zip(rows, positions, strict=True)]
             return torch.from_numpy(np.concatenate(parts)).to(device)
 
+        lengths = [len(at) for at in positions]
         engine_N = flatten((item.sample.logprobs for item in items), np.float32)
         learn_N = flatten((item.learn_T for item in items), np.bool_)
-        trainer_N, entropy_N = self._scorer.score(items, positions)
+        scored_N, entropy_N = self._scorer.score(items, positions)
         # A token that these weights could not draw under its options has no ratio to learn from.
-        drawable_N = trainer_N > -torch.inf
-        learn_N = learn_N & drawable_N
-        trainer_N = torch.where(drawable_N, trainer_N, engine_N)
+        drawable_N = scored_N > -torch.inf
+        counted_N, learn_N = learn_N, learn_N & drawable_N
+        scored_N = torch.where(drawable_N, scored_N, engine_N)
+        trainer_N, sampler_N = scored_N.double(), engine_N.double()
         metrics_N = {"entropy": entropy_N}
-        lengths = [len(at) for at in positions]
-        if self._loss.learns_from == "teacher":
+
+        def per_item(values: Iterable[float]) -> Tensor:
+            row = torch.tensor(list(values), dtype=torch.float64)
+            return row.repeat_interleave(torch.tensor(lengths)).to(device)
+
+        if plan.loss.learns_from == "teacher":
             teacher_N = flatten((item.teacher or [] for item in items), np.float32)
             advantages_N = teacher_advantages(trainer_N, teacher_N)
             metrics_N["ref_kl"] = reverse_kl(trainer_N, teacher_N)
         else:
-            advantages = torch.tensor([item.advantage for item in items])
-            advantages_N = advantages.repeat_interleave(torch.tensor(lengths)).to(device)
-        token_loss = self._loss(
+            advantages_N = per_item(item.advantage for item in items)
+        corrected = correct(trainer_N - sampler_N, learn_N, lengths, plan.corrections)
+        token_loss = plan.loss(
             {
                 "logprobs": trainer_N,
-                "old_logprobs": engine_N,
+                "old_logprobs": trainer_N.detach() if plan.decoupled else sampler_N,
                 "advantages": advantages_N,
                 "token_mask": learn_N,
-                "weights": torch.ones_like(engine_N),
-                "sequence_ratio_mask": learn_N.to(engine_N.dtype),
+                "weights": per_item(max(item.reward, 0.0) for item in items),
+                "sequence_ratio_mask": learn_N.to(trainer_N.dtype),
                 "lengths": lengths,
             },
-            self._loss_options,
+            plan.options,
         )
-        ratio = Ratio.of(trainer_N.detach(), engine_N)
+        ratio = Ratio.of(scored_N.detach(), engine_N)
         tally.add(ratio, advantages_N, learn_N, {**metrics_N, **token_loss.metrics})
+        for name, touched_N in corrected.touched_N.items():
+            tally.count(f"touched_{name}", touched_N)
+        counts = corrected.keep_N if plan.rejected == "leave" else counted_N
+        weight_N = corrected.weight_N * plan.denominator.shares(counts, lengths)
         # Not every loss takes the mask. `where` and not a product: 0 times infinity is NaN.
-        values_N = torch.where(learn_N, token_loss.values, torch.zeros_like(token_loss.values))
-        return values_N.sum(), trainer_N.detach()
+        values_N = torch.where(corrected.keep_N, token_loss.values * weight_N, 0.0)
+        kept_counts = [int(own.sum()) for own in corrected.keep_N.split(lengths)]
+        return LearntPass(values_N.sum(), scored_N.detach(), kept_counts)
 
     def _rate(self, number: int) -> float:
         learner = self._config.learner

@@ -19,6 +19,7 @@ class Tally:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
+        self._totals: dict[str, float] = {}
         self.mismatch_max = 0.0
         self.compared = 0
         self.unequal = 0
@@ -47,6 +48,10 @@ class Tally:
             self.compared += differences.numel()
             self.unequal += int((differences != 0).sum())  # NaN counts as unequal
 
+    def count(self, name: str, where_N: Tensor) -> None:
+        """Count the tokens where `where_N` is true."""
+        self._totals[name] = self._totals.get(name, 0) + int(where_N.sum())
+
     def _add(self, name: str, values_N: Tensor, where_N: Tensor) -> None:
         values = values_N.detach()[where_N]
         self._sums[name] = self._sums.get(name, 0.0) + float(values.double().sum())
@@ -60,6 +65,7 @@ class Tally:
         }
         return {
             **means,
+            **self._totals,
             "mismatch_max": self.mismatch_max,
             "compared_logprobs": self.compared,
             "unequal_logprobs": self.unequal,

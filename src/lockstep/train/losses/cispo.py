@@ -17,7 +17,10 @@ def cispo(
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 4.0,
 ) -> TokenLoss:
-    """-stop_gradient(clip(r, low, high)) * logprob * A."""
+    """-stop_gradient(clip(r, low, high)) * logprob * A, averaged over the tokens of all sequences.
+
+    A = (R - mean of the group) / standard deviation of the group.
+    """
     ratio = masked_ratio(logprobs, old_logprobs, token_mask)
     weights = ratio.clamp(clip_low_threshold, clip_high_threshold).detach()
     return TokenLoss(-(weights * logprobs * advantages))

@@ -18,10 +18,13 @@ def gspo(
     sequence_ratio_mask: Tensor,
     lengths: Sequence[int],
     *,
-    clip_low_threshold: float,
-    clip_high_threshold: float,
+    clip_low_threshold: float = 0.9997,
+    clip_high_threshold: float = 1.0004,
 ) -> TokenLoss:
-    """-min(s * A, clip(s, low, high) * A), with s = exp(mean of the sequence's log ratios)."""
+    """-min(s * A, clip(s, low, high) * A), averaged over each sequence, then over the sequences.
+
+    s = exp(mean of the sequence's log ratios). A = (R - mean of the group) / standard deviation.
+    """
     weights = sequence_ratio_mask
     log_ratio = torch.where(weights != 0, logprobs - old_logprobs, torch.zeros_like(logprobs))
     means = [

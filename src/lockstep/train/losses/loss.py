@@ -10,6 +10,7 @@ keyword-only parameters are its options with their defaults:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,6 +21,10 @@ from lockstep.tokens.errors import BadRequest
 
 Option = float | str
 LearnsFrom = Literal["rewards", "teacher"]
+Baseline = Literal["group", "group_std", "leave_one_out", "batch"]
+"""The rewards that a reward is compared with (see `advantages`)."""
+Aggregation = Literal["token", "sequence", "constant"]
+"""The way to average over the tokens of a batch (see `Denominator`)."""
 INPUTS = {
     "logprobs": "the trainer's logprobs, which carry the gradient",
     "old_logprobs": "the sampler's logprobs",
@@ -45,17 +50,32 @@ class TokenLoss:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One entry of the table. `learns_from` says where `lockstep train` takes advantages from."""
+    """One entry of the table.
+
+    All but the first three fields are used by `lockstep train` alone. `learns_from` says where
+    advantages come from. `baseline` and `aggregation` are the algorithm's own, which a run may
+    change. `trains_decoupled` is False for losses that bound the distance between sampler and
+    trainer themselves: no correction can weight their tokens. `resamples` replaces groups whose
+    rewards are all equal, and `overlong` is the share of `rollout.max_tokens` in which long
+    rollouts lose reward.
+    """
 
     compute: Callable[..., TokenLoss]
     inputs: tuple[str, ...]
     options: Mapping[str, Option | None]
     """The default of each option; None where the caller must give a value."""
-    learns_from: LearnsFrom
+    learns_from: LearnsFrom = "rewards"
+    baseline: Baseline = "group"
+    aggregation: Aggregation = "token"
+    trains_decoupled: bool = True
+    resamples: bool = False
+    overlong: float = 0.0
 
     @classmethod
-    def of(cls, compute: Callable[..., TokenLoss], *, learns_from: LearnsFrom = "rewards") -> Loss:
+    def of(cls, compute: Callable[..., TokenLoss], **algorithm: Any) -> Loss:
         """Return the loss that a function defines by its signature.
+
+        `algorithm` holds the other fields of the entry.
 
         Raises TypeError for a parameter that is neither one of `INPUTS` nor keyword-only.
         """
@@ -72,7 +92,7 @@ class Loss:
                     f"{compute.__name__} takes {parameter.name!r}: the inputs of losses are "
                     f"{', '.join(INPUTS)}; an option is keyword-only"
                 )
-        return cls(compute, tuple(inputs), options, learns_from)
+        return cls(compute, tuple(inputs), options, **algorithm)
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Option]) -> TokenLoss:
         """Return the loss of every token. `options` come from `with_defaults`."""
@@ -83,8 +103,9 @@ class Loss:
     ) -> dict[str, Option]:
         """Return all options of the loss `name`, with the defaults of those that are not given.
 
-        Raises BadRequest for an unknown or missing option, or one of the wrong type; `field` is
-        where the caller's options come from.
+        Raises BadRequest for an unknown or missing option, one of the wrong type, a negative or
+        infinite number, and for a lower limit above the upper one. `field` is where the caller's
+        options come from.
         """
         for key, value in options.items():
             if key not in self.options:
@@ -99,6 +120,11 @@ class Loss:
                 raise BadRequest(
                     f"{field}.{key} is {value!r}: expected {expected}", param=f"{field}.{key}"
                 )
+            if not isinstance(value, str) and not 0 <= value < math.inf:
+                raise BadRequest(
+                    f"{field}.{key} is {value!r}: expected 0 or more, and finite",
+                    param=f"{field}.{key}",
+                )
         merged: dict[str, Option] = {}
         values: dict[str, Option | None] = {**self.options, **options}
         for key, choice in values.items():
@@ -108,4 +134,11 @@ class Loss:
                     param=f"{field}.{key}",
                 )
             merged[key] = choice if isinstance(choice, str) else float(choice)
+        low, high = (merged.get(f"clip_{side}_threshold", 1.0) for side in ("low", "high"))
+        if isinstance(low, float) and isinstance(high, float) and low > high:
+            raise BadRequest(
+                f"{field}.clip_low_threshold is {low:g}, but {field}.clip_high_threshold is "
+                f"{high:g}: expected a lower limit of at most the upper one",
+                param=f"{field}.clip_low_threshold",
+            )
         return merged

@@ -17,6 +17,6 @@ def ppo(
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> TokenLoss:
-    """-min(r * A, clip(r, low, high) * A)."""
+    """-min(r * A, clip(r, low, high) * A), averaged over the tokens of all sequences."""
     ratio = masked_ratio(logprobs, old_logprobs, token_mask)
     return TokenLoss(clipped_surrogate(ratio, advantages, clip_low_threshold, clip_high_threshold))

@@ -138,5 +138,6 @@ def step_metrics(
         time_rollout=rollout_seconds,
         time_train=train_seconds,
         time_step=seconds,
-        more={name: value for name, value in outcome.metrics.items() if name not in NAMED},
+        more={name: value for name, value in outcome.metrics.items() if name not in NAMED}
+        | ({"uniform": batch.uniform} if batch.uniform else {}),
     )

@@ -89,7 +89,7 @@ def test_a_pass_has_at_most_64_datums_and_16384_padded_tokens() -> None:
 def test_an_unknown_loss_is_rejected_with_the_names_of_the_others() -> None:
     with pytest.raises(BadRequest, match="'custom' is not supported: it needs an uploaded graph"):
         api_loss("custom")
-    with pytest.raises(BadRequest, match="expected one of grpo, cross_entropy, importance_sampli"):
+    with pytest.raises(BadRequest, match="expected one of dppo, ipo, grpo, dr_grpo, dapo, rloo"):
         api_loss("nonsense")
     with pytest.raises(BadRequest, match="'distill' is not supported"):
         api_loss("distill")
