@@ -106,6 +106,23 @@ async def test_an_aborted_turn_is_sampled_and_masked() -> None:
         assert [value for value, _ in page.mask] == [False]
 
 
+async def test_a_branch_has_as_many_trainable_tokens_as_its_samples() -> None:
+    async with Sessions() as sessions:
+        hi = {"role": "user", "content": "Hi"}
+        history = await say(sessions, "s", [hi], "one")
+        await say(sessions, "s", [*history, hi], "cut", finish="abort")
+        # The temperature splits this branch into two samples.
+        warm = await say(sessions, "s", [*history, hi, hi], "warm", temperature=0.5)
+        await say(sessions, "s", [*warm, hi], "end")
+        tree = await views(sessions).tree("s")
+        samples = await sessions.samples("s")
+        assert len(samples) > len(tree.branches) == 2
+        for branch in tree.branches:
+            masks = [s.sampled_mask for s in samples if s.branch == branch.number]
+            assert branch.trainable == sum(map(sum, masks))
+        assert sum(branch.trainable < branch.sampled for branch in tree.branches) == 1
+
+
 async def test_looking_at_a_session_does_not_count_as_reading_it() -> None:
     async with Sessions() as sessions:
         await say(sessions, "s", [{"role": "user", "content": "Hi"}], "Ho")

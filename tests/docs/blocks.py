@@ -3,8 +3,8 @@
 A block of `console` or `python` is run. A comment on the line above it says otherwise:
 
     <!-- needs: vllm -->            run with the engines' suite (also dynamo), or with the
-                                    trainers' (tinker, trl, verifiers), or the scale-out suite
-                                    (postgres, ray)
+                                    trainers' (tinker, trl, verifiers), the agents', or the
+                                    scale-out suite (postgres, ray)
     <!-- not run: the reason -->    shown only
 """
 

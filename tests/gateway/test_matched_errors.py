@@ -16,6 +16,7 @@ from tests.processes import WorkerProcess
 
 LIMIT = 128
 LONG = [{"role": "user", "content": "far too long " * 100}]
+FOUND = {"role": "assistant", "content": "Yes."}
 IDS = [1] * LIMIT
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": LONG},
@@ -54,6 +55,20 @@ async def test_an_overlong_prompt_has_openai_s_code_and_vllm_s_words(
     assert error["reason"] == "prompt_too_long"
     assert f"This model's maximum context length is {LIMIT} tokens" in error["message"]
     assert "reduce the length of the messages" in error["message"]
+
+
+@pytest.mark.parametrize("words", [20, 100])
+async def test_a_first_prompt_that_is_too_long_names_the_harness(gateway: str, words: int) -> None:
+    """Counted whole, and given up on after more text than can fit."""
+    messages = [{"role": "user", "content": "far too long " * words}]
+    for history, named in ((messages, True), ([*messages, FOUND, *messages], False)):
+        async with aiohttp.ClientSession(headers={"x-codex-window-id": "w"}) as http:
+            url = f"{gateway}/v1/chat/completions"
+            async with http.post(url, json={"messages": history}) as response:
+                message = json.loads(await response.text())["error"]["message"]
+        assert f"maximum context length is {LIMIT} tokens" in message
+        # A later prompt can be made shorter, which agents do by themselves.
+        assert ("the first prompt of codex: serve a model with a longer" in message) == named
 
 
 @pytest.mark.failure_mode("F52")

@@ -17,6 +17,7 @@ from lockstep.cli.doctor import doctor
 from lockstep.cli.extras import missing_extra
 from lockstep.cli.running import control, export, keys
 from lockstep.cli.running.dashboard import dashboard
+from lockstep.cli.running.record import record
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.tinker import tinker
 from lockstep.cli.training.demo import demo
@@ -45,6 +46,8 @@ app.command()(tinker)
 app.command()(rollout)
 app.command()(check)
 app.command(rich_help_panel=control.PANEL)(dashboard)
+# Without interspersed arguments the options of the agent stay its own, with or without `--`.
+app.command(context_settings={"allow_interspersed_args": False})(record)
 app.add_typer(dynamo.app, name="dynamo")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(keys.app, name="keys")

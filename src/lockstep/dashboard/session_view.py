@@ -11,6 +11,7 @@ import msgspec
 from lockstep.dashboard.branch_tokens import BranchTokens, TokenPage, token_texts
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.sessions.info import SessionInfo
+from lockstep.ledger.branch_sample import trained_turns
 from lockstep.ledger.lineage import Branch, find_branches
 from lockstep.ledger.tree import Node
 from lockstep.render import Renderer
@@ -59,7 +60,10 @@ class TurnRow(msgspec.Struct, frozen=True):
 
 
 class BranchRow(msgspec.Struct, frozen=True):
-    """A branch of a session; `number` is its first own turn."""
+    """A branch of a session; `number` is its first own turn.
+
+    `trainable` counts the sampled tokens that a sample of the branch trains by default.
+    """
 
     number: int
     kind: str
@@ -71,6 +75,7 @@ class BranchRow(msgspec.Struct, frozen=True):
     turns: int
     tokens: int
     sampled: int
+    trainable: int
 
 
 class SessionTree(msgspec.Struct, frozen=True):
@@ -239,6 +244,7 @@ def _branch_row(branch: Branch) -> BranchRow:
         turns=len(own),
         tokens=branch.last.end,
         sampled=sum(len(node.sampled) for node in own),
+        trainable=sum(len(node.sampled) for node in trained_turns(branch)),
     )
 
 

@@ -54,6 +54,18 @@ def branch_samples(
     return weighted(samples, way)
 
 
+def trained_turns(branch: Branch) -> list[Node]:
+    """Return the turns that the samples of a branch train by default, each in one of them."""
+    if branch.kind == "retry":
+        return []
+    return [
+        turn
+        for part in _parts(branch.last.path())
+        for turn in part.trained_turns(train_aborted=False)
+        if branch.owns(turn)
+    ]
+
+
 def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
     """Return the one sample of a branch, given its turns from the root on.
 

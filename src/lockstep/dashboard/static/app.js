@@ -93,9 +93,10 @@ addEventListener("keydown", event => {
 setInterval(() => { if (!document.hidden && loggedIn) view?.tick?.(); }, 1000);
 
 async function start() {
-  const code = location.hash.startsWith("#code=") ? location.hash.slice(6) : null;
+  // The address of a login may name the view that it opens: #code=CODE/sessions/NAME
+  const [code, ...page] = location.hash.startsWith("#code=") ? location.hash.slice(6).split("/") : [];
   if (code) {
-    history.replaceState(null, "", "#/fleet");
+    history.replaceState(null, "", `#/${page.join("/") || "fleet"}`);
     const why = await send({ code });
     if (why) { leave(why); return; }
   } else if (!(await (await fetch("/dashboard/login")).json()).logged_in) { leave(); return; }

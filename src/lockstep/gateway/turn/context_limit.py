@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
+from lockstep.gateway.turn.harness import origin_of
 from lockstep.http.off_loop import off_loop
 from lockstep.protocol.json.strict import RequestLimits
 from lockstep.protocol.openai.chat_request import ChatRequest
@@ -45,6 +47,15 @@ def check_characters(messages: Iterable[dict[str, Any]], limits: RequestLimits) 
             f"the text has {characters} characters: at most {limits.characters} are tokenized at "
             "once (--limit characters=NUMBER); send it in parts"
         )
+
+
+def name_harness(error: PromptTooLong, http: Request, messages: Any) -> PromptTooLong:
+    """Return the error with the harness whose first prompt is too long: it can shorten nothing."""
+    harness = origin_of(http, messages).harness
+    if not harness or any(message.get("role") == "assistant" for message in messages):
+        return error
+    advice = f" It is the first prompt of {harness}: serve a model with a longer context."
+    return error.with_message(error.message + advice)
 
 
 def _arguments_of(messages: Iterable[dict[str, Any]]) -> list[str]:

@@ -13,7 +13,11 @@ from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.callers import caller_of, request_id, session_id
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.sessions.cache import Session
-from lockstep.gateway.turn.context_limit import CHARACTERS_PER_TOKEN, check_chat_fits
+from lockstep.gateway.turn.context_limit import (
+    CHARACTERS_PER_TOKEN,
+    check_chat_fits,
+    name_harness,
+)
 from lockstep.gateway.turn.harness import origin_of
 from lockstep.gateway.turn.prompt import plan_prompt
 from lockstep.gateway.turn.template_variables import RendererVariants
@@ -30,7 +34,7 @@ from lockstep.render.messages import Plain
 from lockstep.render.thought import with_thought
 from lockstep.render.tool_grammar import tool_grammar
 from lockstep.tokens import Sampling
-from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.errors import BadRequest, PromptTooLong, UnsupportedField
 from lockstep.tokens.grammar import Grammar
 
 
@@ -66,11 +70,17 @@ class TurnOpener:
         limit, size = model.max_model_len, body_bytes(http)
         # Before the session is joined: counting megabytes of text must not begin one.
         if limit is not None and size > CHARACTERS_PER_TOKEN * limit:
-            await check_chat_fits(chat, renderer, limit)
+            try:
+                await check_chat_fits(chat, renderer, limit)
+            except PromptTooLong as error:
+                raise name_harness(error, http, chat.messages) from None
         session = await join_session(http, self._context, renderer)
         # Other turns of the session may be planned or stored from here to the commit: a plan names
         # the turn it follows, so that each becomes a branch of its own.
         plan = await plan_prompt(chat, renderer, session)
+        if limit is not None and (count := len(plan.prompt_ids)) >= limit:
+            too_long = PromptTooLong.of(count, limit, param="messages")
+            raise name_harness(too_long, http, chat.messages)
         request = _worker_request(chat, plan.prompt_ids, model.name, renderer, client_id, http)
         if session is None and request.support is None:
             request = replace(request, support=False)
