@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lockstep.chain.records import Chain
 from lockstep.train import StepMetrics, TrainConfig
 from tests.processes import TOKEN
 from tests.train.conftest import Stack, run_config
@@ -76,6 +77,10 @@ async def test_a_killed_trainer_resumes_to_the_same_weights(
     written = (run_dir / "metrics.jsonl").read_text().splitlines()
     steps = [StepMetrics.from_json(json.loads(line)).step for line in written]
     assert steps == list(range(1, STEPS + 1))
+    chain = Chain.read(run_dir)
+    assert chain.breaks == ()
+    assert list(chain.steps) == steps
+    assert "resume" in [link.kind for link in chain.links]
 
 
 async def test_a_run_survives_the_death_of_its_worker_and_its_gateway(

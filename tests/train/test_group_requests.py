@@ -102,7 +102,7 @@ async def test_a_failed_merged_request_is_retried_by_each_rollout(policy: Policy
     retries = [[rollout.retries for rollout in group.rollouts] for group in again]
     assert sorted(retries) == [[0] * SIZE] * (GROUPS - 1) + [[1] * SIZE]
     first_tries = [
-        RolloutGroup(tuple(replace(rollout, retries=0) for rollout in group.rollouts))
+        replace(group, rollouts=tuple(replace(rollout, retries=0) for rollout in group.rollouts))
         for group in again
     ]
     assert first_tries == whole

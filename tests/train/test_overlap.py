@@ -130,6 +130,7 @@ def runner() -> StepRunner:
     return StepRunner(
         config=nothing, directory=nothing, learner=nothing, publisher=nothing, exactness=nothing,
         policy=nothing, teacher=None, in_thread=nothing, on_step=None, sinks=nothing,
+        recorder=nothing,
     )  # fmt: skip
 
 

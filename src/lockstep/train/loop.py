@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from time import perf_counter, time
 from typing import Any, TypeVar
 
+from lockstep.chain.records import last_recorded_step
 from lockstep.client.policy import Policy, connect
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import Conflict, LockstepError, VersionUnavailable
@@ -24,9 +27,11 @@ from lockstep.train.learning.batch import Clock, RolloutGroup, is_stale
 from lockstep.train.learning.exactness import Exactness, base_card, check_base
 from lockstep.train.learning.learner import Learner, own_plan
 from lockstep.train.publish import FleetLike, Publisher
+from lockstep.train.records.chain_recorder import ChainRecorder
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.sinks import Sinks, check_sinks
 from lockstep.train.records.step_metrics import Evaluation, RunResult, StepMetrics
+from lockstep.train.records.tensor_digests import TensorDigests
 from lockstep.train.retry import RetryPolicy
 from lockstep.train.rollout import RolloutRunner
 from lockstep.train.steps import OnStep, StepRunner
@@ -54,7 +59,9 @@ class Trainer:
         environment: Environment | None = None,
         resume: bool = False,
         changes: Collection[str] = (),
+        sign: Path | None = None,
     ) -> None:
+        """`sign` names the PEM file of an ed25519 key that signs the records of the run."""
         self.config = config
         self.directory = RunDirectory(config.run_dir)
         self._url = policy_url or config.serve.url
@@ -65,6 +72,7 @@ class Trainer:
         self._retry = RetryPolicy(config.serve.retry_seconds)
         # Torch runs in one thread of its own, so that the event loop stays free for rollouts.
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._sign = sign
 
     async def run(self, on_step: OnStep | None = None) -> RunResult:
         """Train to the last step and evaluate. Raises errors that retrying did not resolve.
@@ -77,6 +85,10 @@ class Trainer:
             stack.callback(self._torch.shutdown, cancel_futures=True)
             await self._connect(stack)
             exactness = await self._compare_numerics()
+            self._recorder = ChainRecorder(
+                self.directory.path, self.config, self._environment, self._sign
+            )
+            stack.callback(self._recorder.close)
             first = await self._start(exactness, on_step, stack)
             watching = asyncio.create_task(self._publisher.watch(self._on_worker))
             stack.callback(watching.cancel)
@@ -85,6 +97,7 @@ class Trainer:
             await train(first)
             await self._steps.wait_synced()
             after = await self._evaluate(self.config.loop.steps)
+            self._recorder.end(self._steps.current.step, before, after)
             version = self._steps.current.version
             self.directory.write_run(
                 ended=time(), after=asdict(after) if after else None, version=version
@@ -132,7 +145,7 @@ class Trainer:
         self, exactness: Exactness, on_step: OnStep | None, stack: AsyncExitStack
     ) -> int:
         """Start or resume the run and publish its weights; return their step."""
-        step = self.directory.last_step() if self._resume else None
+        step = self._last_step() if self._resume else None
         if step is None:
             if self._resume and self.directory.run():
                 raise Conflict(
@@ -150,10 +163,12 @@ class Trainer:
             learner = await self._open_steps(exactness, None, on_step)
             if self.config.learner.lora_rank:
                 await check_base(learner, self._url, self.config, self._retry)
-            await self._in_thread(self._steps.save, 0, None)
+            await self._in_thread(
+                self._steps.save, 0, None, partial(self._recorder.start, exactness)
+            )
             await self._steps.publish(0)
             return 0
-        self._record_changes(step)
+        changes = self._record_changes(step)
         reported = self.directory.rewind(step)
         self._open_sinks(stack)
         learner = await self._open_steps(exactness, step, on_step)
@@ -162,6 +177,10 @@ class Trainer:
         self._steps.clock = Clock(dict(state["versions"]))
         self._steps.played = state.get("played", step * self.config.rollout.groups)
         self._publisher.suffix = state["suffix"]
+        with TensorDigests(learner.tensors()) as digests:
+            self._recorder.resume(
+                step, exactness, changes, digests.collect(self.directory.checkpoint(step))
+            )
         self.directory.event("resume", step=step)
         self._record_exactness(exactness)
         published = await self._steps.publish(step)
@@ -170,8 +189,14 @@ class Trainer:
             self._steps.report(StepMetrics.from_json(state["metrics"]), published)
         return step
 
-    def _record_changes(self, step: int) -> None:
-        """Note the changed fields of a resumed run. Raises Conflict for one that was not named."""
+    def _last_step(self) -> int | None:
+        """Return the step to resume from: the newest that has state, checkpoint and record."""
+        return self.directory.last_step(last_recorded_step(self.directory.path))
+
+    def _record_changes(self, step: int) -> Mapping[str, tuple[Any, Any]]:
+        """Note and return the changed fields of a resumed run. Raises Conflict for one that was not
+        named.
+        """
         changed = self.config.differences(self.directory.run()["config"])
         for name, (before, now) in changed.items():
             if name not in self._changes:
@@ -183,6 +208,7 @@ class Trainer:
                 )
             self.directory.event("change", step=step, field=name, before=before, now=now)
         self.directory.write_run(config=self.config.to_dict())
+        return changed
 
     def _open_sinks(self, stack: AsyncExitStack) -> None:
         """Open the trackers. A failure of a tracker becomes an event of the run."""
@@ -207,6 +233,7 @@ class Trainer:
             config=self.config, directory=self.directory, learner=learner,
             publisher=self._publisher, exactness=exactness, policy=self._policy,
             teacher=self._teacher, in_thread=self._in_thread, on_step=on_step, sinks=self._sinks,
+            recorder=self._recorder,
         )  # fmt: skip
         return learner
 

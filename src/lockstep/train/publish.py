@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -53,6 +53,8 @@ class Published:
     seconds: float
     pause_seconds: float
     workers: tuple[Worker, ...]
+    proofs: Mapping[str, Any] = field(default_factory=dict)
+    """How each worker proved that it serves them, by worker: status, phase, evidence."""
 
 
 class Publisher:
@@ -138,6 +140,13 @@ class Publisher:
             perf_counter() - started,
             operation.pause_seconds or 0.0,
             workers,
+            {
+                name: {
+                    "status": result.status,
+                    "evidence": result.evidence and asdict(result.evidence),
+                }
+                for name, result in operation.workers.items()
+            },
         )
         return self.current
 

@@ -107,7 +107,7 @@ class RolloutRunner:
                     running.create_task(self._rollout(task, seeds, at, version, requests))
                     for at in range(size)
                 ]
-        return RolloutGroup(tuple(rollout.result() for rollout in rollouts))
+        return RolloutGroup(tuple(rollout.result() for rollout in rollouts), task, seeds)
 
     def _max_choices(self, size: int) -> int:
         """Return the choices per request that give every worker work in a step of all groups."""
@@ -139,7 +139,8 @@ class RolloutRunner:
         async def run(attempt: int) -> Rollout:
             # A retry starts over with the same seed, so that it samples what the first attempt
             # would have sampled.
-            policy = self._policy.over(requests.member(), requests.openings)
+            transport = requests.member()
+            policy = self._policy.over(transport, requests.openings)
             context = RolloutContext(
                 policy, sessions=self._sessions, train_aborted=train_aborted, **options
             )
@@ -147,7 +148,7 @@ class RolloutRunner:
             samples = tuple(context.samples(train_aborted=train_aborted))
             if version is not None and any(sample.aborts for sample in samples) and attempt < 3:
                 raise Unavailable("a turn of the rollout was aborted")
-            return Rollout(reward, samples, context.breaks, attempt)
+            return Rollout(reward, samples, context.breaks, attempt, tuple(transport.draws))
 
         where = "rollout " + " ".join(map(str, (*seeds[1:], at)))
         async with self._concurrency:

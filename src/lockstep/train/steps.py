@@ -24,9 +24,11 @@ from lockstep.train.learning.exactness import Exactness
 from lockstep.train.learning.learner import Learner
 from lockstep.train.learning.teacher import teacher_logprobs
 from lockstep.train.publish import Published, Publisher
+from lockstep.train.records.chain_recorder import ChainRecorder
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.sinks import Sinks
 from lockstep.train.records.step_metrics import StepMetrics, nothing_learnt, step_metrics
+from lockstep.train.records.tensor_digests import Digests, TensorDigests
 from lockstep.train.records.transcript import transcripts
 
 OnStep = Callable[[StepMetrics], None]
@@ -52,6 +54,7 @@ class StepRunner:
     in_thread: InThread
     on_step: OnStep | None
     sinks: Sinks
+    recorder: ChainRecorder
     clock: Clock = field(default_factory=Clock)
     metrics: list[StepMetrics] = field(default_factory=list)
     current: Published = field(init=False)
@@ -90,12 +93,15 @@ class StepRunner:
         batch = replace(batch, dropped=batch.dropped + late)
         if not batch.learnt_tokens:
             await self.settle()
+            self.recorder.prepare(step, groups, batch, self.clock, self.played)
+            await asyncio.to_thread(self.recorder.step, step, batch, late, max_off_policy, None)
             self._skip(step, batch, rollout_seconds)
             if on_served is not None:
                 on_served()
             return
         self.skipped = 0
         batch = await self._with_teacher(batch)
+        self.recorder.prepare(step, groups, batch, self.clock, self.played)
         at = perf_counter()
         outcome = await self.in_thread(self.learner.step, batch, step)
         draft = step_metrics(step, batch, outcome, rollout_seconds, perf_counter() - at)
@@ -108,7 +114,11 @@ class StepRunner:
         # up the rows of a step that has one.
         self.directory.samples(transcripts(step, env, batch, outcome.logprobs, tokenizer, count))
         at = perf_counter()
-        await self.in_thread(self.save, step, draft)
+
+        def record(digests: Digests) -> None:
+            self.recorder.step(step, batch, late, max_off_policy, (outcome, digests))
+
+        await self.in_thread(self.save, step, draft, record)
         save_seconds = perf_counter() - at
         draft = replace(draft, time_save=save_seconds)
         # Async mode: the next step is learnt while the fleet stages and proves this one.
@@ -211,13 +221,16 @@ class StepRunner:
                 param="learner.exact",
             )
 
-    def save(self, step: int, draft: StepMetrics | None) -> None:
-        """Write the trainer's state, then the checkpoint of the step.
+    def save(
+        self, step: int, draft: StepMetrics | None, record: Callable[[Digests], object]
+    ) -> None:
+        """Write the trainer's state, then the checkpoint of the step, then its record.
 
-        Both are synced to disk after they were published: workers read them from the page cache,
-        and the next rollouts do not wait for the disk.
+        A run resumes from the last step that has all three, so that no step lacks a record. State
+        and checkpoint are synced to disk after they were published: workers read them from the
+        page cache, and the next rollouts do not wait for the disk.
         """
-        with put_off_syncs() as unsynced:
+        with put_off_syncs() as unsynced, TensorDigests(self.learner.tensors()) as digests:
             # In this order: when the checkpoint is stable, everything needed to resume exists.
             self.directory.save_state(
                 step,
@@ -230,7 +243,9 @@ class StepRunner:
                     "metrics": None if draft is None else draft.to_json(),
                 },
             )
-            self.learner.save(self.directory.checkpoint(step), f"step-{step}")
+            checkpoint = self.directory.checkpoint(step)
+            self.learner.save(checkpoint, f"step-{step}")
+            record(digests.collect(checkpoint))
         self._unsynced = unsynced
 
     async def publish(self, step: int) -> Published:
@@ -239,6 +254,7 @@ class StepRunner:
         published = await self.publisher.publish(self.directory.checkpoint(step), step)
         self.current = published
         self.clock.tick(published.label, step)
+        self.recorder.published(published)
         self.directory.event(
             "update", step=step, version=published.version, started=started,
             seconds=published.seconds, pause_seconds=published.pause_seconds,

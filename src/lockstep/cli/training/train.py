@@ -54,6 +54,13 @@ def train(
             "package.module:Class."
         ),
     ] = None,
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY.pem",
+            help="Sign every record of the run's chain with this ed25519 key.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON line for each step and one for the result."),
@@ -90,7 +97,7 @@ def train(
         run = replace(run, env=replace(run.env, name=env, options=options))
     if track:
         run = replace(run, sinks=(*run.sinks, *check_sinks(track)))
-    trainer = Trainer(run, resume=resume, changes=changes)
+    trainer = Trainer(run, resume=resume, changes=changes, sign=sign)
     with Progress("Training", run.loop.steps, visible=not as_json) as progress:
 
         def on_step(metrics: StepMetrics) -> None:

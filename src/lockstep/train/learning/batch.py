@@ -10,23 +10,36 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.tokens import Sample
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadSupport, BadVersions, Conflict
 from lockstep.train.config import TrainConfig
-from lockstep.train.envs.environment import Reward
+from lockstep.train.envs.environment import Reward, Task
 from lockstep.train.learning.advantages import advantages
 
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """One request for one choice, with its seed, and the completion that was sampled for it."""
+
+    request: GenerateRequest
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """One rollout of a task: its reward, samples, prefix breaks and retries."""
+    """One rollout of a task: its reward, samples, prefix breaks and retries.
+
+    `draws` are the requests of its last attempt; there are none for programs that send their own.
+    """
 
     reward: Reward
     samples: tuple[Sample, ...]
     breaks: int = 0
     retries: int = 0
+    draws: tuple[Draw, ...] = field(default=(), compare=False)
 
     @property
     def failed(self) -> bool:
@@ -45,9 +58,14 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The rollouts of one task. Their rewards are compared with each other."""
+    """The rollouts of one task. Their rewards are compared with each other.
+
+    The seeds of the rollouts were derived from `seeds`, for the record of the run.
+    """
 
     rollouts: tuple[Rollout, ...]
+    task: Task | None = None
+    seeds: tuple[str | int, ...] = ()
 
     @property
     def varies(self) -> bool:

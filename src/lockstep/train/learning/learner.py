@@ -43,6 +43,8 @@ class StepOutcome:
 
     metrics: dict[str, float]
     logprobs: list[list[float]]
+    passes: tuple[tuple[int, ...], ...] = ()
+    """Indices of the items of each forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,8 @@ class Learner:
         total = self._plan.denominator.count(counted) or 1
         tally, loss_sum, kept_counts = Tally(), 0.0, [0] * len(counted)
         logprobs = [[0.0] * len(item.sample.token_ids) for item in batch.items]
-        for indices in self._scorer.passes(batch.items):
+        passes = self._scorer.passes(batch.items)
+        for indices in passes:
             items = [batch.items[at] for at in indices]
             positions = [sampled_at(item) for item in items]
             learnt = self._learn(items, positions, tally)
@@ -164,7 +167,7 @@ class Learner:
         metrics = {**tally.means(), "loss": loss_sum / total, "grad_norm": float(norm), "lr": lr}
         if self._plan.corrections:
             metrics |= {"tokens_learnt": sum(counted), "tokens_kept": sum(kept_counts)}
-        return StepOutcome(metrics, logprobs)
+        return StepOutcome(metrics, logprobs, tuple(map(tuple, passes)))
 
     def _rescale_gradients(self, total: float, kept_counts: list[int]) -> float:
         """Divide the gradients by what the tokens count that were not rejected, instead of `total`.
@@ -263,6 +266,25 @@ class Learner:
     def state(self) -> dict[str, Any]:
         """Return the state besides the weights: the optimizer's and the random generator's."""
         return {"optimizer": self._optimizer.state_dict(), "rng": torch.get_rng_state()}
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return what a step leaves behind, by kind and name: gradients, optimizer, weights.
+
+        The next step changes these tensors in place.
+        """
+        trained = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        moments = {
+            f"{name}.{key}": value
+            for name, parameter in trained.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+        gradients = {name: own.grad for name, own in trained.items() if own.grad is not None}
+        return {"gradients": gradients, "optimizer": moments, "weights": dict(trained)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state["optimizer"])

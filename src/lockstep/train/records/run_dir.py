@@ -95,12 +95,15 @@ class RunDirectory:
         state: dict[str, Any] = torch.load(path, weights_only=True)
         return state
 
-    def last_step(self) -> int | None:
+    def last_step(self, recorded: int | None = None) -> int | None:
         """Return the newest step with a stable checkpoint and state; None when there is none.
 
-        Both are read in full: after a power cut a file may be incomplete.
+        Both are read in full: after a power cut a file may be incomplete. Steps after `recorded`,
+        the last step in the chain, do not count.
         """
         for step in sorted(self._steps(), reverse=True):
+            if recorded is not None and step > recorded:
+                continue
             directory = self.checkpoint(step)
             try:
                 manifest = Manifest.read(directory)
