@@ -23,7 +23,13 @@ WRITING = ".writing"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PROBE = "probe.safetensors"
-WRITTEN = ("model*.safetensors", "rank-*.json", "rank-*.safetensors")
+WRITTEN = (
+    "model*.safetensors",
+    "rank-*.json",
+    "rank-*.safetensors",
+    "delta.json",
+    "delta.safetensors",
+)
 """Patterns of the files with weights."""
 FORMAT = "lockstep-manifest-1"
 MOST_RANKS = 65_536

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from lockstep.checkpoint.delta.chain import check_roots
+from lockstep.checkpoint.delta.delta_reader import DeltaReader
 from lockstep.checkpoint.digest import combined, differing
 from lockstep.checkpoint.files import read_object
 from lockstep.checkpoint.manifest import (
@@ -28,6 +30,7 @@ from lockstep.checkpoint.sources import check_links, resolve
 from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD, check_names, tied_head_differs
 from lockstep.checkpoint.tensor_scan import digests
 from lockstep.tokens.errors import CheckpointError
+from lockstep.tokens.operation import DeltaSummary
 
 __all__ = [
     "Checkpoint",
@@ -86,6 +89,7 @@ class Checkpoint:
     `digest` identifies the weights by contents, however they are split into files; a worker that
     loaded them reports the same one. `tensors` are the digests it is computed from. `warnings`
     name tensors that load but are probably wrong; the proof decides whether they are served.
+    `delta` says what it changes, if it is one.
     """
 
     path: Path
@@ -95,6 +99,7 @@ class Checkpoint:
     tensors: Mapping[str, str]
     probe: Probe | None
     warnings: tuple[str, ...] = ()
+    delta: DeltaSummary | None = None
 
     @classmethod
     def validate(
@@ -124,6 +129,10 @@ class Checkpoint:
         check_stable(path, manifest)
         check_links(path, before, roots)
         reader = open_checkpoint(path)
+        delta = None
+        if isinstance(reader, DeltaReader):
+            check_roots(reader.chain, roots or (path.parent,))
+            delta = reader.link.summary
         if manifest is not None:
             used = {file.name for file in reader.files} | ({INDEX, CONFIG, PROBE} & before.keys())
             manifest.check(path, sorted(used), hashes=verify_hashes)
@@ -150,6 +159,7 @@ class Checkpoint:
             tensors=MappingProxyType(contents),
             probe=probe,
             warnings=tuple(odd),
+            delta=delta,
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,20 +12,26 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.checkpoint.delta.convert import make_delta, write_full
+from lockstep.checkpoint.delta.delta_reader import DeltaReader
+from lockstep.checkpoint.delta.prune import prune as prune_checkpoints
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.open import open_checkpoint
 from lockstep.checkpoint.probe import Probe
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.sliced_reader import SlicedReader
+from lockstep.checkpoint.validate import Checkpoint
 from lockstep.cli.output import one_line_table, print_json, table_console
 
-app = typer.Typer(no_args_is_help=True, help="Look at checkpoints that trainers have written.")
+app = typer.Typer(
+    no_args_is_help=True, help="Look at checkpoints, and convert, verify and delete them."
+)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 @app.callback()
 def checkpoints() -> None:
-    """Look at checkpoints that trainers have written."""
+    """Look at checkpoints, and convert, verify and delete them."""
 
 
 @app.command()
@@ -42,10 +50,20 @@ def show(
         return
     console = Console(highlight=False)
     console.print(f"[bold]{facts['form']}[/] checkpoint, version {facts['version']}")
-    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in facts["dtypes"].items())
-    console.print(f"{facts['tensors']} tensors ({dtypes}), {facts['bytes']:,} bytes")
+    console.print(
+        f"{facts['tensors']} tensors ({_counts(facts['dtypes'])}), {facts['bytes']:,} bytes"
+    )
     console.print(f"probe of {facts['probe_tokens']} tokens" if facts["probe_tokens"] else
                   "no probe: workers cannot prove that they serve these weights")  # fmt: skip
+    if facts["delta"] is not None:
+        delta = facts["delta"]
+        console.print(
+            f"delta {delta['depth']} since the last full checkpoint, based on {delta['base']}: "
+            f"{delta['nbytes']:,} bytes of {delta['full_bytes']:,}, {delta['changed']:,} of "
+            f"{delta['values']:,} values changed"
+        )
+        console.print("tensors by encoding: " + _counts(delta["encodings"]))
+        console.print("read with: " + ", ".join(facts["chain"]))
     if facts["ranks"]:
         rows = [
             [Text(str(row["rank"])), Text(str(row["slices"])), Text(f"{row['bytes']:,}"),
@@ -55,20 +73,89 @@ def show(
         table_console().print(one_line_table(["rank", "slices", "bytes", "seconds"], rows))
 
 
+@app.command("make-delta")
+def make_delta_command(
+    source: Annotated[Path, typer.Argument(help="Checkpoint to write as a delta.")],
+    target: Annotated[Path, typer.Argument(help="New directory for the delta, beside its base.")],
+    base: Annotated[Path, typer.Option(help="Checkpoint that the delta changes.")],
+) -> None:
+    """Write a checkpoint as a lossless delta: only what changed since its base."""
+    summary = make_delta(source.absolute(), base.absolute(), target.absolute())
+    Console(highlight=False).print(
+        f"{target}: {summary.nbytes:,} bytes of {summary.full_bytes:,}, {summary.changed:,} of "
+        f"{summary.values:,} values changed ({_counts(summary.encodings)})"
+    )
+
+
+@app.command("apply")
+def apply_command(
+    source: Annotated[Path, typer.Argument(help="A delta, or a checkpoint of many ranks.")],
+    target: Annotated[Path, typer.Argument(help="New directory for the full checkpoint.")],
+) -> None:
+    """Write any checkpoint as a full one that every program can load."""
+    size = write_full(source.absolute(), target.absolute())
+    Console(highlight=False).print(f"{target}: a full checkpoint, {size:,} bytes")
+
+
+@app.command()
+def verify(
+    directories: Annotated[list[Path], typer.Argument(help="Directories of checkpoints.")],
+) -> None:
+    """Read checkpoints in full, with their chains, and compare every byte with its digest.
+
+    The first that does not hold what was written is an error that names file, tensor and link.
+    """
+    for directory in directories:
+        checkpoint = Checkpoint.validate(directory.absolute(), verify_hashes=True)
+        Console(highlight=False).print(f"{directory}: {checkpoint.digest}, as written")
+
+
+@app.command()
+def prune(
+    parent: Annotated[Path, typer.Argument(help="Directory that holds the checkpoints.")],
+    keep: Annotated[list[str], typer.Option(help="Name of a checkpoint to keep. Repeatable.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what it would do.")
+    ] = False,
+) -> None:
+    """Delete the checkpoints that none of the kept ones needs.
+
+    A delta needs its base, and so on to the last full checkpoint. Keep what the fleet serves and
+    what it may still be rolled back to: `lockstep status` names it.
+    """
+    paths = prune_checkpoints(parent.absolute(), [Path(name) for name in keep], dry_run=dry_run)
+    verb = "would delete" if dry_run else "deleted"
+    names = ", ".join(path.name for path in paths) or "nothing"
+    Console(highlight=False).print(f"{verb} {names}")
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
 def describe(reader: CheckpointReader) -> dict[str, Any]:
     """Return the facts of a checkpoint that its headers tell."""
     probe = Probe.beside(reader.directory)
     records = reader.records if isinstance(reader, SlicedReader) else ()
-    version = records[0].version if records else probe.version if probe is not None else None
+    link = reader.link if isinstance(reader, DeltaReader) else None
+    version = probe.version if probe is not None else None
+    if records:
+        version = records[0].version
+    elif link is not None:
+        version = link.record.version
     return {
         "directory": str(reader.directory),
-        "form": "sliced" if records else "whole",
+        "form": "sliced" if records else "delta" if link is not None else "whole",
         "version": version,
         "tensors": len(reader.tensors),
         "dtypes": dict(Counter(tensor.dtype for tensor in reader.tensors.values())),
         "bytes": sum(tensor.nbytes for tensor in reader.tensors.values()),
         "manifest": Manifest.read(reader.directory) is not None,
         "probe_tokens": 0 if probe is None else sum(map(len, probe.sequences)),
+        "delta": None if link is None else asdict(link.summary),
+        "chain": [path.name for path in reader.chain.directories]
+        if isinstance(reader, DeltaReader)
+        else [],
         "ranks": [
             {
                 "rank": record.rank,

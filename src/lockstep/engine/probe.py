@@ -24,6 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lockstep.checkpoint.delta.writer import ANCHOR_EVERY
 from lockstep.checkpoint.files import write_whole
 from lockstep.checkpoint.manifest import INDEX, PROBE, WEIGHTS, begin, mark_stable, write_manifest
 from lockstep.checkpoint.probe import LENGTHS, THOROUGH, Probe, builtin
@@ -32,7 +33,8 @@ from lockstep.engine import exact
 from lockstep.engine.forward_pass import ATTENTION_NAME
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.weights.digest import Digester
-from lockstep.engine.weights.save import SavedFiles, saving_through
+from lockstep.engine.weights.save import SavedFiles, SaveFile, saving_through
+from lockstep.engine.weights.save_delta import delta_files
 from lockstep.tokens.ids import check_ids
 
 log = logging.getLogger(__name__)
@@ -114,8 +116,14 @@ def save_checkpoint(
     version: str | None = None,
     previous: Probe | None = None,
     max_shard_size: int | str = "5GB",
+    base: str | Path | None = None,
+    anchor_every: int = ANCHOR_EVERY,
 ) -> Path:
     """Save a transformers model for a fleet: weights, probe, manifest and STABLE marker.
+
+    With `base`, the checkpoint saved before into a directory beside this one, only what changed is
+    written: a delta. Every `anchor_every` checkpoints, when a delta would take more than half of
+    the bytes, or when the base is broken, the checkpoint is full. Workers read both.
 
     The probe is written by `write_probe` with its defaults. The manifest holds the digest of every
     tensor, which validation and workers compare with what they read. If the process is killed at
@@ -125,10 +133,21 @@ def save_checkpoint(
     directory = Path(directory).absolute()
     begin(directory)
     files = SavedFiles()
+    delta = delta_files(directory, None if base is None else Path(base), anchor_every)
 
-    def save() -> None:
-        with saving_through(files):
+    def save_through(save_file: SaveFile) -> None:
+        with saving_through(save_file):
             model.save_pretrained(directory, max_shard_size=max_shard_size)
+
+    def save() -> dict[str, str]:
+        """Write the weights; return the digests of the tensors."""
+        if delta is not None:
+            save_through(delta.save_file)
+            if delta.write(version):
+                return dict(delta.tensors)
+        save_through(files.save_file)
+        _write_index(directory)
+        return _digests(directory, files)
 
     if model.device.type == "cuda":
         # The saver thread uses another CUDA stream: wait until the last training step is computed.
@@ -147,9 +166,8 @@ def save_checkpoint(
                     previous=previous,
                 )
         finally:
-            saved.result()
-    _write_index(directory)
-    write_manifest(directory, _digests(directory, files), files.files)
+            digests = saved.result()
+    write_manifest(directory, digests, files.files)
     mark_stable(directory)
     return directory
 

@@ -44,13 +44,29 @@ class WorkerResult:
 
 
 @dataclass(slots=True)
+class DeltaSummary:
+    """Size of a delta: its bytes beside those of a full checkpoint, changed values of all values.
+
+    `depth` counts the deltas since the last full checkpoint; `encodings` the tensors by encoding.
+    """
+
+    base: str
+    depth: int
+    nbytes: int
+    full_bytes: int
+    changed: int
+    values: int
+    encodings: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Operation:
     """One change of the fleet, recorded from its start. The same key returns the same operation.
 
     A `lost` operation was in progress when its gateway ended; how far it got is unknown. For a
     failed one, `error`, `code` and `param` are those of the error that its caller received.
     `warnings` tell the caller about problems that did not stop it. `nbytes` is the size of the new
-    weights, if known.
+    weights, if known, and `delta` what they change if they were published as a delta.
     """
 
     id: str
@@ -69,3 +85,4 @@ class Operation:
     param: str | None = None
     http_status: int = 200
     nbytes: int | None = None
+    delta: DeltaSummary | None = None

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lockstep.checkpoint.open import resolve_checkpoint
 from lockstep.checkpoint.probe import check_size
 from lockstep.checkpoint.sources import resolve
 from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD, check_names
@@ -186,7 +187,7 @@ class SystemPlane:
         return {"staged": weights.version, "bytes": weights.nbytes, "version": self.engine.version}
 
     async def _stage_directory(self, model_path: str, version: str | None) -> Weights:
-        path = resolve(model_path, self._roots, "model_path")
+        path = await asyncio.to_thread(resolve_checkpoint, model_path, self._roots, "model_path")
         return self._prober.remember_staged(await self.engine.stage(path, version or path.name))
 
     async def _stage_tensors(self, body: control.Stage) -> Weights:

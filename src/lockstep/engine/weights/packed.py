@@ -40,6 +40,18 @@ class PackedTensors(dict[str, Tensor]):
         packed.whole = whole
         return packed
 
+    def copied(self) -> PackedTensors:
+        """Return a copy in memory of its own, in one allocation if these are."""
+        if self.whole is None:
+            return PackedTensors({name: tensor.clone() for name, tensor in self.items()})
+        copy = PackedTensors()
+        copy.whole = self.whole.clone()
+        for name, tensor in self.items():
+            copy[name] = copy.whole.as_strided(
+                tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
+        return copy
+
     def exchange(self, other: PackedTensors) -> None:
         """Exchange the values with another set. No tensor moves, and shared tensors are skipped."""
         pairs = [(tensor, other[name]) for name, tensor in self.items()]

@@ -29,6 +29,8 @@ from lockstep.engine.weights.digest import NAMES
 from lockstep.tokens.errors import CheckpointError
 
 Update = Callable[[memoryview], object]
+SaveFile = Callable[..., None]
+"""Takes the arguments of `safetensors.torch.save_file`."""
 PIECE = 16 << 20
 """Bytes copied, hashed and written at a time."""
 PIECES = 4
@@ -60,7 +62,7 @@ class SavedFiles:
             writer.add(memoryview(_header(items, metadata)))
             digests = {}
             for name, tensor in items:
-                digests[name] = tensor_hash(_type_name(name, tensor), tensor.shape)
+                digests[name] = tensor_hash(type_name(name, tensor), tensor.shape)
                 writer.add_tensor(tensor, digests[name].update)
             self.files[Path(filename).name] = writer.finish()
         for name, digest in digests.items():
@@ -68,8 +70,8 @@ class SavedFiles:
 
 
 @contextmanager
-def saving_through(saved: SavedFiles) -> Iterator[None]:
-    """Make transformers write its files through `saved` within the block.
+def saving_through(save_file: SaveFile) -> Iterator[None]:
+    """Make transformers write its files by `save_file` within the block.
 
     `save_pretrained` decides how a model is named and split into files, and offers no other hook to
     write them. If a version of it calls another function, that one writes the files.
@@ -82,7 +84,7 @@ def saving_through(saved: SavedFiles) -> Iterator[None]:
         if original is None:
             yield
             return
-        setattr(module, SAVE_FUNCTION, saved.save_file)
+        setattr(module, SAVE_FUNCTION, save_file)
         try:
             yield
         finally:
@@ -200,7 +202,7 @@ def _header(items: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | N
     at = 0
     for name, tensor in items:
         fields[name] = {
-            "dtype": _type_name(name, tensor),
+            "dtype": type_name(name, tensor),
             "shape": list(tensor.shape),
             "data_offsets": [at, at + tensor.nbytes],
         }
@@ -210,7 +212,8 @@ def _header(items: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | N
     return struct.pack("<Q", len(text)) + text
 
 
-def _type_name(name: str, tensor: Tensor) -> str:
+def type_name(name: str, tensor: Tensor) -> str:
+    """Return safetensors' name of the dtype. Raises CheckpointError for one it has not."""
     if tensor.dtype not in NAMES:
         raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, which no worker serves")
     return NAMES[tensor.dtype]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from lockstep.checkpoint.delta.record import read_link
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.options import EngineOptions
 from lockstep.engine.sequence import EngineRequest
+from lockstep.engine.weights.apply_delta import applies_to, with_delta
 from lockstep.engine.weights.weights import Layout, Weights
 from lockstep.tokens.errors import (
     Busy,
@@ -21,6 +24,7 @@ from lockstep.tokens.errors import (
 )
 from lockstep.tokens.versions import joined
 
+log = logging.getLogger(__name__)
 HISTORY = 4096
 """Number of past versions that `min_weight_version` of a request may name."""
 
@@ -47,6 +51,13 @@ class ServedWeights:
         """Read a checkpoint next to the live one. Raises CheckpointError unless it fits."""
         if (directory / "config.json").exists():
             self._check_same(ModelConfig.read(directory), directory)
+        live = self.weights
+        if (link := read_link(directory)) is not None and applies_to(link, live):
+            try:
+                return with_delta(live, link, version)
+            except CheckpointError as error:
+                # The chain from the last full checkpoint does not depend on what is in memory.
+                log.warning("applying a delta failed, reading its chain: %s", error.message)
         return self._load(directory, version)
 
     def load_adapter(

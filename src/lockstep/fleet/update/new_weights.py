@@ -14,7 +14,7 @@ from lockstep.checkpoint.validate import Checkpoint, ModelSignature, resolve
 from lockstep.fleet.update.proof import Proof, reference_of
 from lockstep.storage.desired_state import Desired
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError
-from lockstep.tokens.operation import RequiredProof
+from lockstep.tokens.operation import DeltaSummary, RequiredProof
 from lockstep.tokens.versions import MAX_LABEL
 
 DIGITS = 12
@@ -25,8 +25,8 @@ DIGITS = 12
 class NewWeights:
     """The weights to load, their label, and how to prove them.
 
-    `path`, `digest` and `nbytes` are those of a checkpoint. If it `is_served` already, there is
-    nothing to do.
+    `path`, `digest`, `nbytes` and `delta` are those of a checkpoint. If it `is_served` already,
+    there is nothing to do.
     """
 
     version: str
@@ -37,6 +37,7 @@ class NewWeights:
     warnings: tuple[str, ...] = ()
     is_served: bool = False
     nbytes: int | None = None
+    delta: DeltaSummary | None = None
 
 
 class WeightReader:
@@ -103,6 +104,7 @@ class WeightReader:
             warnings,
             is_served=served and version == desired.version,
             nbytes=checkpoint.nbytes,
+            delta=checkpoint.delta,
         )
 
     async def _served_signature(self, desired: Desired) -> ModelSignature | None:

@@ -68,7 +68,7 @@ class WeightUpdate:
         )  # fmt: skip
         operation.version = new.version
         operation.warnings += new.warnings
-        operation.nbytes = new.nbytes
+        operation.nbytes, operation.delta = new.nbytes, new.delta
         if new.is_served:
             return
         transaction = Transaction(

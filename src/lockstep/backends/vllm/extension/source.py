@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.open import open_checkpoint
-from lockstep.checkpoint.sources import resolve
+from lockstep.checkpoint.open import open_checkpoint, resolve_checkpoint
 from lockstep.checkpoint.tensor_names import (
     DERIVED,
     EMBEDDING,
@@ -67,7 +66,7 @@ class Sources:
         self._groups.clear()
 
     def _directory(self, directory: str) -> TensorsRead:
-        reader = open_checkpoint(resolve(directory, self.roots or None, "model_path"))
+        reader = open_checkpoint(resolve_checkpoint(directory, self.roots or None, "model_path"))
         tensors: dict[str, Any] = {}
         with Digester() as digester:
             for name in reader.tensors:
