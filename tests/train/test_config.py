@@ -101,6 +101,22 @@ def test_the_example_is_a_valid_configuration() -> None:
             r"loss\.options\.kl is 1: the options of",
         ),
         ({"loss": {"kind": "dro"}}, r"loss\.options\.beta is missing: dro has no default"),
+        ({"learner": {"lr_min": 1e-5}}, r"learner\.lr_min is 1e-05: expected 0, as learner\.sched"),
+        (
+            {"learner": {"schedule": "linear", "lr_min": 1.0}},
+            r"learner\.lr_min is 1\.0: expected at most learner\.lr, which is 0\.0001",
+        ),
+        ({"learner": {"decay_steps": 9}}, r"learner\.decay_steps is 9: expected nothing, as"),
+        (
+            {"learner": {"schedule": "cosine", "warmup_steps": 30}},
+            r"learner\.warmup_steps is 30: expected less than 30, the step at which",
+        ),
+        (
+            {"learner": {"lora_rank": 4}, "reference": {"kind": "ema"}},
+            r"reference\.kind is 'ema': expected 'frozen', as learner\.lora_rank is 4",
+        ),
+        ({"reference": {"decay": 0.9}}, r"reference\.decay is 0\.9: expected nothing, as"),
+        ({"learner": {"micro_batch": 3}}, r"micro_batch is not a.*: set learner\.pass_tokens"),
         ({"learner": {"exact": "yes"}}, r"learner\.exact is 'yes': expected true or false"),
         ({"sinks": ["x"]}, r"sinks\[0\] is 'x': expected one of 'jsonl', 'wandb'"),
     ],
@@ -132,6 +148,9 @@ def test_only_fields_that_decide_what_is_learnt_count_as_differences() -> None:
     assert now.differences(json.loads(json.dumps(started.to_dict()))) == {
         "learner.lr": (1e-4, 2e-4)
     }
+    falling = started.with_changes({"learner.schedule": "linear"})
+    later = falling.with_changes({"loop.steps": 90})
+    assert later.differences(json.loads(json.dumps(falling.to_dict()))) == {"loop.steps": (30, 90)}
     with pytest.raises(BadRequest, match=r"learner\.rate is not a field of the configuration"):
         started.with_changes({"learner.rate": 1.0})
 

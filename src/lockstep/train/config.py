@@ -15,6 +15,7 @@ import msgspec
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.losses.loss_config import LossConfig, LossPlan
+from lockstep.train.losses.reference_kl import Estimator
 from lockstep.train.ranges import Range
 
 Handling = Literal["drop", "mask", "keep"]
@@ -91,6 +92,13 @@ class LearnerConfig:
     warmup_steps: Annotated[
         int, Range(least=0), "Steps over which the learning rate rises linearly from 0."
     ] = 0
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"], "How the rate falls after the warmup."
+    ] = "constant"
+    decay_steps: Annotated[
+        int | None, Range(least=1), "Step at which the rate reaches lr_min. Unset: loop.steps."
+    ] = None
+    lr_min: Annotated[float, Range(least=0), "The rate that the schedule ends with."] = 0.0
     betas: Annotated[tuple[float, float], Range(least=0, below=1), "Betas of AdamW."] = (0.9, 0.95)
     weight_decay: Annotated[float, Range(least=0), "Weight decay of AdamW."] = 0.0
     max_grad_norm: Annotated[float, Range(above=0), "Gradients are clipped to this norm."] = 1.0
@@ -101,7 +109,10 @@ class LearnerConfig:
         "A longer sample gets its own pass.",
     ] = 8192
     device: Annotated[str, "cpu or cuda."] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], "Type of the trained weights."] = "float32"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        "Type of the trained weights. float16 has float32 copies for the optimizer.",
+    ] = "float32"
     threads: Annotated[int, Range(least=1), "Number of torch threads."] = 1
     exact: Annotated[
         bool | None, "Require the engine's bits (true) or not (false). Unset: where possible."
@@ -178,6 +189,27 @@ class TeacherConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceConfig:
+    """A penalty on the divergence from reference weights. Off while `weight` is 0."""
+
+    weight: Annotated[float, Range(least=0), "Factor of the penalty in the loss."] = 0.0
+    kind: Annotated[
+        Literal["frozen", "ema"],
+        "The weights that the run started from, or an exponential moving average of its weights.",
+    ] = "frozen"
+    estimator: Annotated[
+        Estimator,
+        "Penalty of a token, with x = log(policy / reference): k1, a policy gradient with reward "
+        "-x; k2, x^2 / 2; k3, exp(-x) + x - 1.",
+    ] = "k3"
+    decay: Annotated[
+        float | None,
+        Range(least=0, below=1),
+        "Share of the average that remains in each step (ema). Unset: 0.99.",
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The configuration of one run.
 
@@ -202,6 +234,7 @@ class TrainConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, expected: str) -> None:
@@ -222,6 +255,23 @@ class TrainConfig:
                 "are not those of the distribution that was sampled from")  # fmt: skip
         require(not from_teacher or bool(self.teacher.url), "teacher.url",
                 f"the URL of a teacher, as loss.kind is {self.loss.kind!r}")  # fmt: skip
+        learner, reference = self.learner, self.reference
+        decays = learner.schedule != "constant"
+        require(decays or learner.decay_steps is None, "learner.decay_steps",
+                "nothing, as learner.schedule is 'constant'")  # fmt: skip
+        require(decays or not learner.lr_min, "learner.lr_min",
+                "0, as learner.schedule is 'constant'")  # fmt: skip
+        require(learner.lr_min <= learner.lr, "learner.lr_min",
+                f"at most learner.lr, which is {learner.lr:g}")  # fmt: skip
+        end = learner.decay_steps or self.loop.steps
+        require(not decays or learner.warmup_steps < end, "learner.warmup_steps",
+                f"less than {end}, the step at which learner.schedule {learner.schedule!r} reaches "
+                "its end")  # fmt: skip
+        require(reference.kind == "frozen" or not learner.lora_rank, "reference.kind",
+                f"'frozen', as learner.lora_rank is {learner.lora_rank}: the reference of an "
+                "adapter is the model without it")  # fmt: skip
+        require(reference.kind == "ema" or reference.decay is None, "reference.decay",
+                "nothing, as reference.kind is 'frozen'")  # fmt: skip
 
     @property
     def loss_plan(self) -> LossPlan:
@@ -265,10 +315,13 @@ class TrainConfig:
         `started` is the `to_dict` of the run. The values are (started with, now).
         """
         before, now = _flat(started), _flat(json.loads(json.dumps(self.to_dict())))
+        free: tuple[str, ...] = FREE_TO_CHANGE
+        if self.learner.schedule != "constant" and self.learner.decay_steps is None:
+            free = tuple(name for name in free if name != "loop.steps")  # they decide the rates
         return {
             name: (before[name], value)
             for name, value in now.items()
-            if name in before and before[name] != value and not name.startswith(FREE_TO_CHANGE)
+            if name in before and before[name] != value and not name.startswith(free)
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -204,6 +204,51 @@ def test_a_step_divides_by_the_tokens_that_count(
     assert learnt.metrics["touched_token_icepop"] == tokens - kept_tokens
 
 
+def held(weight: float = 1.0, **reference: Any) -> TrainConfig:
+    """A run that is held to a reference, with steps that move the weights visibly."""
+    return TrainConfig.of(
+        {
+            "learner": {"lr": 1e-3, "lora_rank": reference.pop("lora_rank", 0)},
+            "reference": {"weight": weight, **reference},
+        }
+    )
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_frozen_reference_is_what_the_run_started_from(
+    samples: list[Sample], lora_rank: int
+) -> None:
+    own = Learner(held(lora_rank=lora_rank), exact=True)
+    first, second = (own.step(batch(samples), step).metrics["reference_kl"] for step in (1, 2))
+    assert first == 0.0 < second
+
+
+def test_a_heavier_penalty_keeps_the_policy_closer(samples: list[Sample]) -> None:
+    light, heavy = Learner(held(1e-6), exact=True), Learner(held(1e3), exact=True)
+    for step in (1, 2, 3):
+        one, other = (own.step(batch(samples), step).metrics for own in (light, heavy))
+    assert other["reference_kl"] < 0.5 * one["reference_kl"]
+
+
+def test_a_moving_average_follows_and_survives_a_resume(
+    samples: list[Sample], tmp_path: Path
+) -> None:
+    settings = held(kind="ema", decay=0.5)
+    own, frozen = Learner(settings, exact=True), Learner(held(), exact=True)
+    for step in (1, 2):
+        own.step(batch(samples), step)
+        frozen.step(batch(samples), step)
+    own.save(tmp_path / "step-2", "step-2")
+    torch.save(own.state(), tmp_path / "state.pt")
+    again = Learner(settings, exact=True, weights=tmp_path / "step-2")
+    again.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    following, resumed, still = (
+        each.step(batch(samples), 3).metrics["reference_kl"] for each in (own, again, frozen)
+    )
+    assert following == resumed
+    assert 0.0 < following < still
+
+
 def test_nothing_to_learn_from_is_an_error(samples: list[Sample]) -> None:
     with pytest.raises(Conflict, match="step 4 has no token to learn from: 4 samples were dropped"):
         learner().step(batch(samples, now=3), 4)
@@ -304,3 +349,47 @@ def test_replay_changes_nothing_where_routers_agree() -> None:
 def test_samples_without_experts_cannot_be_replayed() -> None:
     with pytest.raises(BadExperts, match=r"set rollout\.experts to true"):
         learner("tiny-moe").step(batch(sampled("tiny-moe", count=2)), 1)
+
+
+@pytest.mark.close_arithmetic("float16 on a CPU")
+class TestFloat16:
+    """float16: float32 copies of the weights, and a scale of the loss that adapts."""
+
+    def half(self, **options: Any) -> Learner:
+        return Learner(config(dtype="float16", **options), exact=False)
+
+    def test_small_updates_add_up_although_the_weights_cannot_hold_them(
+        self, samples: list[Sample]
+    ) -> None:
+        own = self.half(lr=1e-6)
+        for step in (1, 2):
+            learnt = own.step(batch(samples), step)
+        exact = learner().step(batch(samples), 1)
+        assert learnt.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=0.05)
+        state = own.state()["optimizer"]
+        pairs = zip(own.model.parameters(), state["copies"], strict=True)
+        assert all(torch.equal(p, copy.half()) for p, copy in pairs)
+        pairs = zip(own.model.parameters(), state["copies"], strict=True)
+        assert any(not torch.equal(p.float(), copy) for p, copy in pairs)
+
+    def test_an_overflow_halves_the_scale_and_repeats_the_pass(self, samples: list[Sample]) -> None:
+        own, other = self.half(), self.half()
+        own._optimizer.scale = 2.0**40
+        learnt, expected = (each.step(batch(samples), 1) for each in (own, other))
+        assert own._optimizer.scale < 2.0**32
+        assert learnt.metrics["compared_logprobs"] == expected.metrics["compared_logprobs"]
+        assert learnt.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=0.02)
+
+    def test_copies_and_scale_survive_a_resume(self, samples: list[Sample], tmp_path: Path) -> None:
+        own = self.half()
+        own.step(batch(samples), 1)
+        own.save(tmp_path / "step-1", "step-1")
+        torch.save(own.state(), tmp_path / "state.pt")
+        again = Learner(config(dtype="float16"), exact=False, weights=tmp_path / "step-1")
+        again.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+        for each in (own, again):
+            each.step(batch(samples), 2)
+        pairs = zip(
+            own.state()["optimizer"]["copies"], again.state()["optimizer"]["copies"], strict=True
+        )
+        assert all(torch.equal(a, b) for a, b in pairs)

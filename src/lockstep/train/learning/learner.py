@@ -5,8 +5,9 @@ In exact mode its logprobs equal those of an engine with the same weights, bit f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,14 @@ from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainBatch, TrainItem
 from lockstep.train.learning.expert_replay import ExpertReplay
 from lockstep.train.learning.item_logprobs import ItemLogprobs, sampled_at
+from lockstep.train.learning.optimizer import Optimizer
+from lockstep.train.learning.reference import Reference
+from lockstep.train.learning.schedule import learning_rate
 from lockstep.train.learning.tally import Tally
 from lockstep.train.learning.teacher import reverse_kl, teacher_advantages
 from lockstep.train.losses.corrections import correct
 from lockstep.train.losses.ratio import Ratio
+from lockstep.train.losses.reference_kl import reference_kl
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +81,18 @@ class Learner:
         self.model = self._load(weights)
         self._plan = config.loss_plan
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            trained, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay
-        )
+        self._optimizer = Optimizer(trained, learner)
         self._trained = trained
         replay = ExpertReplay(self.model) if _is_moe(self.model) else None
         directory = _model_directory(config)
         vocab = self.model.config.get_text_config().vocab_size
-        self._scorer = ItemLogprobs(self.model, config, Grammars.of(directory, vocab), replay)
+        grammars = Grammars.of(directory, vocab)
+        self._scorer = ItemLogprobs(self.model, config, grammars, replay)
+        self._reference: Reference | None = None
+        if config.reference.weight:
+            model = self.model if learner.lora_rank else self._load(None).requires_grad_(False)
+            scorer = ItemLogprobs(model, config, grammars, replay if model is self.model else None)
+            self._reference = Reference(model, config, scorer)
         # The fleet serves these weights before the first step. Their logprobs in the first probe
         # tell new weights from old, and show how closely each worker follows.
         remember(self.model)
@@ -135,21 +144,36 @@ class Learner:
                 f"step {number} has no token to learn from: {batch.dropped} samples were dropped "
                 f"({batch.aborts} aborts, {batch.mixed} of mixed versions)"
             )
-        lr = self._rate(number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.zero_grad(set_to_none=True)
+        while True:
+            learnt, tally = self._accumulate(batch)
+            norm = self._optimizer.clip()
+            if math.isfinite(norm):
+                break
+            if not self._optimizer.lower_scale():
+                raise Conflict(
+                    f"the gradient norm of step {number} is {norm}: the weights are unchanged"
+                )
+        rate = learning_rate(self._config.learner, number, self._config.loop.steps)
+        self._optimizer.step(rate)
+        if self._reference is not None:
+            self._reference.follow(self.model)
+        metrics = {**tally.means(), **learnt.metrics, "grad_norm": norm, "lr": rate}
+        return replace(learnt, metrics=metrics)
+
+    def _accumulate(self, batch: TrainBatch) -> tuple[StepOutcome, Tally]:
+        """Add up the gradients of all passes over the batch."""
         # Positions that nothing predicts are not scored, so they do not count.
         counted = [int(item.learn_T[sampled_at(item)].sum()) for item in batch.items]
         total = self._plan.denominator.count(counted) or 1
         tally, loss_sum, kept_counts = Tally(), 0.0, [0] * len(counted)
+        self._optimizer.zero_grad()
         logprobs = [[0.0] * len(item.sample.token_ids) for item in batch.items]
         passes = self._scorer.passes(batch.items)
         for indices in passes:
             items = [batch.items[at] for at in indices]
             positions = [sampled_at(item) for item in items]
             learnt = self._learn(items, positions, tally)
-            (learnt.loss / total).backward()
+            (learnt.loss * (self._optimizer.scale / total)).backward()
             loss_sum += float(learnt.loss.detach())
             values = iter(learnt.trainer_N.tolist())
             for at, tokens, own in zip(indices, positions, learnt.kept_counts, strict=True):
@@ -158,16 +182,10 @@ class Learner:
                     logprobs[at][token] = next(values)
         if self._plan.rejected == "leave":
             total = self._rescale_gradients(total, kept_counts)
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.learner.max_grad_norm)
-        if not bool(torch.isfinite(norm)):
-            raise Conflict(
-                f"the gradient norm of step {number} is {float(norm)}: the weights are unchanged"
-            )
-        self._optimizer.step()
-        metrics = {**tally.means(), "loss": loss_sum / total, "grad_norm": float(norm), "lr": lr}
+        metrics = {"loss": loss_sum / total}
         if self._plan.corrections:
             metrics |= {"tokens_learnt": sum(counted), "tokens_kept": sum(kept_counts)}
-        return StepOutcome(metrics, logprobs, tuple(map(tuple, passes)))
+        return StepOutcome(metrics, logprobs, tuple(map(tuple, passes))), tally
 
     def _rescale_gradients(self, total: float, kept_counts: list[int]) -> float:
         """Divide the gradients by what the tokens count that were not rejected, instead of `total`.
@@ -226,6 +244,14 @@ class Learner:
             },
             plan.options,
         )
+        losses_N = token_loss.values
+        if self._reference is not None:
+            reference_N = self._reference.logprobs(items, positions).double()
+            penalty = self._config.reference
+            losses_N = losses_N + penalty.weight * reference_kl(
+                penalty.estimator, trainer_N, reference_N
+            )
+            metrics_N["reference_kl"] = reference_kl("k3", trainer_N.detach(), reference_N)
         ratio = Ratio.of(scored_N.detach(), engine_N)
         tally.add(ratio, advantages_N, learn_N, {**metrics_N, **token_loss.metrics})
         for name, touched_N in corrected.touched_N.items():
@@ -233,13 +259,9 @@ class Learner:
         counts = corrected.keep_N if plan.rejected == "leave" else counted_N
         weight_N = corrected.weight_N * plan.denominator.shares(counts, lengths)
         # Not every loss takes the mask. `where` and not a product: 0 times infinity is NaN.
-        values_N = torch.where(corrected.keep_N, token_loss.values * weight_N, 0.0)
+        values_N = torch.where(corrected.keep_N, losses_N * weight_N, 0.0)
         kept_counts = [int(own.sum()) for own in corrected.keep_N.split(lengths)]
         return LearntPass(values_N.sum(), scored_N.detach(), kept_counts)
-
-    def _rate(self, number: int) -> float:
-        learner = self._config.learner
-        return learner.lr * min(1.0, number / max(learner.warmup_steps, 1))
 
     def base_logprobs(self, token_ids: list[int]) -> list[float]:
         """Return the logprobs of the tokens after the first, without the adapter."""
@@ -265,7 +287,12 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Return the state besides the weights: the optimizer's and the random generator's."""
-        return {"optimizer": self._optimizer.state_dict(), "rng": torch.get_rng_state()}
+        reference = [] if self._reference is None else self._reference.state()
+        return {
+            "optimizer": self._optimizer.state(),
+            "rng": torch.get_rng_state(),
+            "reference": reference,
+        }
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return what a step leaves behind, by kind and name: gradients, optimizer, weights.
@@ -277,18 +304,15 @@ class Learner:
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
-        moments = {
-            f"{name}.{key}": value
-            for name, parameter in trained.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
         gradients = {name: own.grad for name, own in trained.items() if own.grad is not None}
+        moments = self._optimizer.tensors(list(trained))
         return {"gradients": gradients, "optimizer": moments, "weights": dict(trained)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state(state["optimizer"])
         torch.set_rng_state(state["rng"])
+        if self._reference is not None:
+            self._reference.load_state(state["reference"])
 
 
 def own_plan(config: TrainConfig) -> NumericsPlan:
