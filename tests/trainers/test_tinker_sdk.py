@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lockstep.integrations.tinker.protocol import tinker_pb2 as pb
 from tests.trainers.dropping_proxy import DroppingProxy
@@ -112,7 +114,8 @@ def test_runs_checkpoints_and_sessions_are_told(walk: Any) -> None:
 def test_what_cannot_be_done_is_refused_with_the_reason(walk: Any) -> None:
     says = {
         "model": "base_model is 'gpt-7': this server has tiny",
-        "rank": "rank is 999: expected 1 to 64",
+        "rank": "rank is 999: expected 1 to 64; for higher ranks start the server with "
+        "--max-lora-rank",
         "loss": "'stable_reinforce' is not supported",
         "step_after": "failed, so its gradients are missing",
         "step_again": "it was not refused",
@@ -123,6 +126,43 @@ def test_what_cannot_be_done_is_refused_with_the_reason(walk: Any) -> None:
     }
     for name, reason in says.items():
         assert reason in walk["refused"][name], name
+
+
+@pytest.fixture(scope="module")
+def made(server: TinkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A checkpoint, an export, and the URLs of its files."""
+    return server.program(tmp_path_factory.mktemp("home"), "tinker_download")
+
+
+def test_checkpoints_are_downloaded_as_adapters(
+    server: TinkerProcess, made: Any, tmp_path: Path
+) -> None:
+    """By the command of the SDK, which exports a training checkpoint, and deletes the export."""
+    adapters = []
+    for name in ("saved", "exported"):
+        command = ("checkpoint", "download", made[name], "--output", f"{tmp_path}/{name}")
+        server.run(tmp_path, "-m", "tinker.cli", *command)
+        (directory,) = (tmp_path / name).iterdir()
+        assert json.loads((directory / "adapter_config.json").read_text())["r"] == 4
+        adapters.append(load_file(directory / "adapter_model.safetensors"))
+    trained, shared = adapters
+    assert trained.keys() == shared.keys()
+    assert all(torch.equal(trained[name], shared[name]) for name in trained)
+    assert any(bool(trained[name].any()) for name in trained if "lora_B" in name)
+    left = call(server, "checkpoints")[1]["checkpoints"]
+    exports = [each["tinker_path"] for each in left if each["checkpoint_type"] == "external"]
+    assert exports == [made["exported"]]
+
+
+def test_a_download_needs_its_secret_url_and_no_key(made: Any) -> None:
+    url = made["urls"]["adapter_config.json"]
+    with urllib.request.urlopen(url, timeout=30) as response:
+        assert json.loads(response.read())["peft_type"] == "LORA"
+    other = url.replace("adapter_config.json", "record.json")
+    guessed = url.replace(url.split("/")[-2], "A" * 43)
+    for wrong in (other, guessed):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(wrong, timeout=30)
 
 
 def test_a_wrong_key_is_refused(server: TinkerProcess) -> None:
@@ -140,9 +180,11 @@ def test_chunks_out_of_order_are_one_call(server: TinkerProcess, tmp_path: Path)
     assert len(results["whole"]["first"]) == 2500
 
 
-def call(server: TinkerProcess, route: str, body: Any, kind: str = "json") -> tuple[int, Any]:
+def call(
+    server: TinkerProcess, route: str, body: Any = None, kind: str = "json"
+) -> tuple[int, Any]:
     """Status and body of a call without the SDK, which would refuse to send it."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"x-api-key": KEY, "content-type": f"application/{kind}"}
     request = urllib.request.Request(f"{server.url}/api/v1/{route}", raw, headers)
     try:

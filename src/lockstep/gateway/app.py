@@ -56,25 +56,27 @@ class Attachment:
     """The parts that a trainer adds to a gateway: data-plane routes, and names of adapters.
 
     Adapters whose names start with `private` are those of single tenants: `find_adapter` alone
-    returns them.
+    returns them. Paths below `secret_paths` need no key: their URLs are secrets.
     """
 
     routes: Sequence[BaseRoute]
     find_adapter: AdapterFinder
     private: str | None = None
+    secret_paths: str | None = None
 
 
 def data_app(
     context: GatewayContext,
     options: GatewayOptions,
     metrics: GatewayMetrics,
-    attached: Sequence[BaseRoute] = (),
+    attachment: Attachment | None = None,
 ) -> FastRoutes:
     """Build the data plane: all routes at the root, and below each session those that may join it.
 
-    `attached` are the routes of an Attachment, which need the same keys.
+    The routes of `attachment` need the same keys.
     """
     hosts = hosts_of(options.host)
+    no_trainer = Route("/api/v1/{path:path}", _no_trainer, methods=ANY_METHOD)
     generate, abort = GenerateRoutes(context).routes
     session_routes: list[BaseRoute] = [
         generate,
@@ -92,7 +94,7 @@ def data_app(
         *ServerInfoRoutes(context).routes,
         *metrics.routes,
         *OpenApiRoutes().routes,
-        *(attached or [Route("/api/v1/{path:path}", _no_trainer, methods=ANY_METHOD)]),
+        *([no_trainer] if attachment is None else attachment.routes),
         Route("/v1/rl/{path:path}", _other_port, methods=ANY_METHOD),
         Route("/dashboard", _other_port),
         Mount(SESSION_TEMPLATE, routes=session_routes),
@@ -110,6 +112,7 @@ def data_app(
         session_routes=RouteTemplates(
             [*session_routes, Mount(SESSION_TEMPLATE, routes=session_routes)]
         ),
+        secret_paths=None if attachment is None else attachment.secret_paths,
     )
     routed = Starlette(
         routes=all_routes,
@@ -234,8 +237,7 @@ async def serve_gateway(
             worker_token=options.worker_admin_token,
         )
         tls = options.tls
-        attached = () if attachment is None else attachment.routes
-        data: ASGIApp = data_app(context, options, metrics, attached)
+        data: ASGIApp = data_app(context, options, metrics, attachment)
         if options.single_port:
             hosts = hosts_of(options.host)
             control = control_app(context, fleet, options.admin_token, hosts=hosts)

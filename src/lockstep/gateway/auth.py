@@ -206,7 +206,8 @@ class DataAuth(RequestAuth):
     """Middleware of the data plane.
 
     The key of a session may use `session_routes` only: routes that store what they generate in the
-    session, or generate nothing.
+    session, or generate nothing. Paths that start with `secret_paths` need no key: they
+    contain a secret, which a request with a key returned.
     """
 
     def __init__(
@@ -216,9 +217,15 @@ class DataAuth(RequestAuth):
         keys: TenantKeys,
         hosts: Iterable[str] | None,
         session_routes: RouteTemplates,
+        secret_paths: str | None = None,
     ) -> None:
         super().__init__(app, keys=keys, hosts=hosts)
         self._session_routes = session_routes
+        self._secret_paths = secret_paths
+
+    def is_open(self, path: str) -> bool:
+        is_secret = self._secret_paths is not None and path.startswith(self._secret_paths)
+        return is_secret or super().is_open(path)
 
     def admit(self, scope: Scope, caller: Any, presented: bytes) -> None:
         if caller is None:

@@ -90,7 +90,7 @@ class RequestAuth:
         caller = await self._keys.find(key_digest(presented)) if presented else None
         if caller is not None:
             scope.setdefault("state", {})[CALLER] = caller
-        elif self._keys.required and scope["path"] not in OPEN_PATHS:
+        elif self._keys.required and not self.is_open(scope["path"]):
             raise Unauthorized(
                 "the API key that was sent is not one of this server's"
                 if presented
@@ -98,6 +98,10 @@ class RequestAuth:
                 param="authorization",
             )
         self.admit(scope, caller, presented)
+
+    def is_open(self, path: str) -> bool:
+        """Return whether requests for this path need no key."""
+        return path in OPEN_PATHS
 
     def admit(self, scope: Scope, caller: Any, presented: bytes) -> None:
         """Raise the error of a request that this caller may not send. `caller` is None where no key

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 def attachment_of(trainer: AttachedTrainer) -> Attachment:
     """Return the trainer's routes and samplers, for the gateway."""
     from lockstep.gateway.app import Attachment
+    from lockstep.integrations.tinker.downloads import SECRET_PATHS
     from lockstep.integrations.tinker.samplers import PREFIX
 
-    return Attachment(trainer.routes, trainer.tenants.served_as, PREFIX)
+    return Attachment(trainer.routes, trainer.tenants.served_as, PREFIX, SECRET_PATHS)
 
 
 def trainer_fields(trainer: AttachedTrainer) -> dict[str, Any]:

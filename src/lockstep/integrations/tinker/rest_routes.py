@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.http.handlers import json_response
+from lockstep.integrations.tinker.downloads import Downloads
 from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.tinker_routes import PREFIX, body_of
 from lockstep.integrations.tinker.tinker_store import (
@@ -31,6 +32,7 @@ class RestRoutes:
 
     def __init__(self, tenants: TinkerTenants) -> None:
         self._tenants = tenants
+        self._downloads = Downloads()
 
     def _store(self, request: Request) -> TinkerStore:
         return self._tenants.of(request).store
@@ -45,6 +47,7 @@ class RestRoutes:
             "training_runs/{run}": self._run,
             "training_runs/{run}/checkpoints": self._run_checkpoints,
             "checkpoints": self._checkpoints,
+            f"{CHECKPOINT}/external_weights_urls": self._download_urls,
             "sessions": self._sessions,
             "sessions/{session}": self._session,
             "samplers/{sampler}": self._sampler,
@@ -63,6 +66,7 @@ class RestRoutes:
                 Route(f"{PREFIX}/{path}", handle, methods=[method])
                 for method, path, handle in changes
             ),
+            *self._downloads.routes,
         ]
 
     async def _health(self, _: Request) -> Response:
@@ -120,6 +124,10 @@ class RestRoutes:
                 "optimizer_config": {"type": "adamw"},
             }
         )
+
+    async def _download_urls(self, request: Request) -> Response:
+        urls, expires = self._downloads.sign(request, self._store(request), _path(request))
+        return json_response({"urls": urls, "expires": expires})
 
     async def _delete(self, request: Request) -> Response:
         await self._tenants.of(request).delete(_path(request))

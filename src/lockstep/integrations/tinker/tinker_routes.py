@@ -49,6 +49,7 @@ class TinkerRoutes:
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
+            "save_weights_external": self._save_weights_external,
             "load_weights": self._load_weights,
             "save_weights_for_sampler": self._save_weights_for_sampler,
             "create_sampling_session": self._create_sampling_session,
@@ -135,6 +136,10 @@ class TinkerRoutes:
 
     async def _save_weights(self, request: Request) -> Response:
         return await self._call(request, bodies.SaveWeights, TinkerService.save_weights)
+
+    async def _save_weights_external(self, request: Request) -> Response:
+        call = TinkerService.save_weights_external
+        return await self._call(request, bodies.SaveWeightsExternal, call)
 
     async def _load_weights(self, request: Request) -> Response:
         return await self._call(request, bodies.LoadWeights, TinkerService.load_weights)

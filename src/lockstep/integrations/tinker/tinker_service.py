@@ -260,6 +260,28 @@ class TinkerService:
 
         return live.calls.submit(request.seq_id, digest_of(request), work)
 
+    def save_weights_external(self, request: bodies.SaveWeightsExternal) -> Pending:
+        """Submit saving the adapter as PEFT does, for a download. Raises as `forward_backward`."""
+        live = self.live(request.model_id)
+        if request.age_encryption_recipients:
+            raise UnsupportedField(
+                "age_encryption_recipients is not supported: leave it out, and encrypt the files "
+                "after the download",
+                param="age_encryption_recipients",
+            )
+
+        def compute() -> Result:
+            record = self._record(live, "external_weights", request.path, request)
+            with self.store.writing(record) as directory:
+                live.training.tensors.save(directory)
+            size = sum(file.stat().st_size for file in self.store.files(record.path))
+            saved = {"path": record.path, "size_bytes": size, "type": "save_weights_external"}
+            return Result.of(saved)
+
+        return live.calls.submit(
+            request.seq_id, digest_of(request), lambda: self._in_thread(compute)
+        )
+
     def load_weights(self, request: bodies.LoadWeights) -> Pending:
         """Submit loading a checkpoint. Raises as `forward_backward`, BadRequest without a model."""
         if request.model_id is None or request.seq_id is None:
@@ -319,7 +341,7 @@ class TinkerService:
         live: LiveModel,
         kind: Kind,
         name: str | None,
-        request: bodies.SaveWeights | bodies.SaveWeightsForSampler,
+        request: bodies.SaveWeights | bodies.SaveWeightsForSampler | bodies.SaveWeightsExternal,
     ) -> CheckpointRecord:
         name = name or f"step-{live.training.steps}-{secrets.token_hex(3)}"
         if "/" in name:

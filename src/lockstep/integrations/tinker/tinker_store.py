@@ -15,8 +15,10 @@ import msgspec
 from lockstep.storage.private_directory import close_to_others
 from lockstep.tokens.errors import BadRequest, Conflict, Gone, NotFound
 
-Kind = Literal["weights", "sampler_weights"]
-KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler"}
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: dict[Kind, str] = {
+    "weights": "training", "sampler_weights": "sampler", "external_weights": "external",
+}  # fmt: skip
 EPHEMERAL = ".samplers"
 SCHEME = "tinker://"
 RECORD = "record.json"
@@ -201,6 +203,11 @@ class TinkerStore:
     def ephemeral(self, sampler_id: str) -> Path:
         return self.root / EPHEMERAL / file_name(sampler_id)
 
+    def files(self, path: str) -> list[Path]:
+        """Return the files of a checkpoint without its record. Raises NotFound."""
+        _, directory = self.checkpoint(path)
+        return sorted(file for file in directory.iterdir() if file.name != RECORD)
+
     def set_ttl(self, path: str, seconds: int | None) -> None:
         """Set the time to live of a checkpoint; None for ever. Raises NotFound."""
         record, directory = self.checkpoint(path)
@@ -235,13 +242,11 @@ class TinkerStore:
 def parse(path: str) -> tuple[str, Kind, str]:
     """Return run, kind and name of a checkpoint path. Raises BadRequest for another path."""
     parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
-        raise BadRequest(
-            f"path is {path!r:.200}: expected {SCHEME}RUN/weights/NAME or "
-            f"{SCHEME}RUN/sampler_weights/NAME",
-            param="path",
-        )
-    return parts[0], "weights" if parts[1] == "weights" else "sampler_weights", parts[2]
+    kind = next((kind for kind in KINDS if parts[1:2] == [kind]), None)
+    if not path.startswith(SCHEME) or len(parts) != 3 or kind is None or not all(parts):
+        expected = " or ".join(f"{SCHEME}RUN/{kind}/NAME" for kind in KINDS)
+        raise BadRequest(f"path is {path!r:.200}: expected {expected}", param="path")
+    return parts[0], kind, parts[2]
 
 
 def now() -> datetime:

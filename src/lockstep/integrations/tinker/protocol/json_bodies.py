@@ -105,6 +105,15 @@ class SaveWeightsForSampler(Body, frozen=True):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveWeightsExternal(Body, frozen=True):
+    model_id: str
+    seq_id: int
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+    user_metadata: dict[str, str] | None = None
+
+
 class LoadWeights(Body, frozen=True):
     path: str
     optimizer: bool

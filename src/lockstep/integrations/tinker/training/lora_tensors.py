@@ -171,7 +171,8 @@ class LoraModel:
         """Raise BadRequest for settings that cannot be trained or served."""
         if not 1 <= settings.rank <= self.max_rank:
             raise BadRequest(
-                f"lora_config.rank is {settings.rank}: expected 1 to {self.max_rank}",
+                f"lora_config.rank is {settings.rank}: expected 1 to {self.max_rank}; for higher "
+                "ranks start the server with --max-lora-rank RANK",
                 param="lora_config.rank",
             )
         if not settings.targets:
