@@ -88,6 +88,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F74": ("a leader dies in the middle of an update, and leaves workers paused or of two versions", "the next leader sends every worker its generation, finishes recorded steps and rolls back the rest; requests wait, and none fails"),
     "F75": ("a follower gateway uses a worker that is not proved, or accepts a response of a version that was not accepted", "it follows the state that the leader wrote in one transaction, and reads it before it accepts or rejects a version"),
     "F70": ("a trainer on another CPU type than the workers claims to be exact", "the arithmetic of both is compared before the first step"),
+    "F79": ("a sharded trainer proves other weights than it published, because it gathered them before a step, or casts them elsewhere", "one forward pass of all ranks, with weights gathered anew and rounded as they are written; ranks of an exact model that disagree are named"),
     "F80": ("a retried training call, or chunks that arrive out of order, count twice or in the wrong order", "calls of a model run once each, in the order of their numbers"),
     "F81": ("part of a batch is rejected, and the next step learns from the rest", "a rejected chunk leaves no gradient, and the step that needs it is rejected too"),
     "F82": ("a sampler changes or disappears because later ones need its slot", "samplers never change: the least used one is stored on disk, and loaded and proved again on use"),

@@ -19,12 +19,13 @@ PUBLIC = {
     "lockstep": {
         "Chat", "Completion", "LockstepError", "Policy", "Sample", "Sampling", "Scores",
         "ShapedSpan", "Turn", "VersionSpan", "connect", "connect_fleet", "connect_sync", "errors",
-        "exact", "generate", "models", "probe",
+        "exact", "generate", "models", "probe", "sharded",
     },
     "lockstep.exact": {
         "check_plan", "own_plan", "prepare", "sample_logprobs", "token_logprobs",
     },
     "lockstep.probe": {"remember", "save_adapter", "save_checkpoint", "write_probe"},
+    "lockstep.sharded": {"Shard", "save_checkpoint", "save_tensors"},
     "lockstep.models": {"bundled"},
     "lockstep.engine": {"Engine", "EngineOptions", "EngineRequest", "ModelConfig", "StreamedToken"},
     "lockstep.train": {
@@ -42,7 +43,7 @@ PUBLIC = {
     },
 }  # fmt: skip
 """The public modules, and the public names of each."""
-SUBMODULES = ("exact", "models", "probe")
+SUBMODULES = ("exact", "models", "probe", "sharded")
 OTHER_PACKAGES = ("lockstep.integrations.ray", "lockstep.integrations.verifiers")
 """Modules whose packages are not in the environment of this test."""
 PYTHON_BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)

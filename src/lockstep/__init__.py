@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         connect_sync,
         generate,
     )
-    from lockstep.engine import exact, probe
+    from lockstep.engine import exact, probe, sharded
     from lockstep.fleet.remote import RemoteFleet
     from lockstep.tokens import (
         Completion,
@@ -60,6 +60,7 @@ __all__ = [
     "generate",
     "models",
     "probe",
+    "sharded",
 ]
 
 _TOKENS = frozenset(
@@ -77,8 +78,9 @@ _MODULES = {
     "exact": "lockstep.engine.exact",
     "models": "lockstep.models",
     "probe": "lockstep.engine.probe",
+    "sharded": "lockstep.engine.sharded",
 }
-"""Submodules offered under a short name. `exact` and `probe` need the extra `engine`."""
+"""Submodules offered under a short name. All but `models` need the extra `engine`."""
 
 
 def connect_fleet(

@@ -33,8 +33,10 @@ from lockstep.engine import exact
 from lockstep.engine.forward_pass import ATTENTION_NAME
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.weights.digest import Digester
+from lockstep.engine.weights.published import computed_dtype, is_sharded, published_weights
 from lockstep.engine.weights.save import SavedFiles, SaveFile, saving_through
 from lockstep.engine.weights.save_delta import delta_files
+from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.ids import check_ids
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,28 @@ def write_probe(
     Raises BadTokenId for ids outside the vocabulary, CheckpointError for a model that computes NaN,
     EngineFailure for a bf16 model whose products would crash this process.
     """
+    probe = make_probe(
+        model, sequences=sequences, tolerance=tolerance, version=version, adapter=adapter,
+        previous=previous,
+    )  # fmt: skip
+    probe.write(Path(directory) / PROBE)
+    return probe
+
+
+def make_probe(
+    model: Any,
+    *,
+    sequences: Sequence[Sequence[int]] | None = None,
+    tolerance: float | None = None,
+    version: str | None = None,
+    adapter: str | None = None,
+    previous: Probe | None = None,
+    dtype: torch.dtype | None = None,
+) -> Probe:
+    """Return the probe that `write_probe` writes, of the weights rounded to `dtype`.
+
+    All ranks of a sharded model call it, as they call the model.
+    """
     probe_ids = [list(ids) for ids in (_builtin(model) if sequences is None else sequences)]
     vocab_size = model.config.get_text_config().vocab_size
     for at, ids in enumerate(probe_ids):
@@ -78,7 +102,7 @@ def write_probe(
     previous_scores = _last_scores.get(model, ())
     if previous is not None:
         previous_scores = tuple(zip(previous.sequences, previous.logprobs, strict=True))
-    scores = _score(model, probe_ids)
+    scores = _score(model, probe_ids, dtype)
     probe = Probe(
         sequences=tuple(map(tuple, probe_ids)),
         logprobs=tuple(map(tuple, scores)),
@@ -86,21 +110,21 @@ def write_probe(
         adapter=adapter,
         version=version,
         previous=_previous_logprobs(probe_ids, dict(previous_scores)),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(computed_dtype(model) or model.dtype).removeprefix("torch."),
     )
-    probe.write(Path(directory) / PROBE)
     _last_scores[model] = tuple(zip(probe.sequences, probe.logprobs, strict=True))
     return probe
 
 
-def remember(model: Any) -> None:
+def remember(model: Any, *, dtype: torch.dtype | None = None) -> None:
     """Store the current logprobs of the model for the first probe written of it.
 
     Call it before the first training step, while the fleet serves these weights, so that the fleet
-    can measure how close its workers are. Later probes use the scores of the one before.
+    can measure how close its workers are. Later probes use the scores of the one before. `dtype` is
+    the one in which weights will be saved. All ranks of a sharded model call it.
     """
     probe_ids = _builtin(model)
-    scores = _score(model, probe_ids)
+    scores = _score(model, probe_ids, dtype)
     _last_scores[model] = tuple(
         (tuple(i), tuple(s)) for i, s in zip(probe_ids, scores, strict=True)
     )
@@ -128,8 +152,15 @@ def save_checkpoint(
     The probe is written by `write_probe` with its defaults. The manifest holds the digest of every
     tensor, which validation and workers compare with what they read. If the process is killed at
     any point, the directory is rejected by fleets and can be written again. Raises Conflict when
-    the directory already holds a checkpoint.
+    the directory already holds a checkpoint, BadRequest for a model in slices (see
+    `lockstep.sharded`).
     """
+    if is_sharded(model):
+        raise BadRequest(
+            "the ranks of this model hold slices of it: call lockstep.sharded.save_checkpoint on "
+            "every rank",
+            param="model",
+        )
     directory = Path(directory).absolute()
     begin(directory)
     files = SavedFiles()
@@ -221,8 +252,10 @@ def cover_experts(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[i
 def is_exact(model: Any) -> bool:
     """Return whether this model's logprobs equal the engine's bit for bit (see `exact`)."""
     prepared = model.config.get_text_config()._attn_implementation == ATTENTION_NAME
+    dtype = computed_dtype(model) or model.dtype
     # On a GPU, `prepare` has already rejected dtypes without exact kernels.
-    return bool(prepared and (model.device.type == "cuda" or model.dtype == torch.float32))
+    return bool(prepared and (dtype == torch.float32 or (model.device.type == "cuda"
+                                                         and dtype == model.dtype)))  # fmt: skip
 
 
 def _builtin(model: Any) -> list[list[int]]:
@@ -240,7 +273,9 @@ def _previous_logprobs(
     return tuple(rows) if any(tuple(ids) in previous_scores for ids in sequences) else None
 
 
-def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
+def _score(
+    model: Any, sequences: list[list[int]], dtype: torch.dtype | None = None
+) -> list[list[float]]:
     """Return the logprobs of each sequence, batched as far as the logits fit in memory.
 
     A CPU that would have to pad scores one sequence at a time.
@@ -256,7 +291,7 @@ def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
             batches.append([ids])
         else:
             last.append(ids)
-    with _evaluation_mode(model):
+    with _evaluation_mode(model, dtype):
         return [row.tolist() for batch in batches for row in exact.token_logprobs(model, batch)]
 
 
@@ -280,8 +315,8 @@ def _reached_experts(model: Any, sequences: list[list[int]]) -> Tensor | None:
 
 
 @contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
-    """Disable dropout and gradients within the block.
+def _evaluation_mode(model: Any, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Disable dropout and gradients within the block, and compute with the published weights.
 
     A bf16 product on a CPU that lists instructions it does not run would kill the process, so this
     is tested first.
@@ -291,7 +326,7 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with published_weights(model, dtype), torch.no_grad():
             yield
     finally:
         model.train(training)

@@ -54,16 +54,21 @@ class SavedFiles:
         tensors: Mapping[str, Tensor],
         filename: str | os.PathLike[str],
         metadata: Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Write one file, as `safetensors.torch.save_file` does, and record its digests."""
+        """Write one file, as `safetensors.torch.save_file` does, and record its digests.
+
+        Floats are written as `dtype`, cast piece by piece.
+        """
+        typed = [(name, tensor, saved_dtype(tensor, dtype)) for name, tensor in tensors.items()]
         # Widest dtypes first, so that every tensor starts at a multiple of its value size.
-        items = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        items = sorted(typed, key=lambda item: (-item[2].itemsize, item[0]))
         with open(filename, "wb", buffering=0) as file, _Writer(file) as writer:
             writer.add(memoryview(_header(items, metadata)))
             digests = {}
-            for name, tensor in items:
-                digests[name] = tensor_hash(type_name(name, tensor), tensor.shape)
-                writer.add_tensor(tensor, digests[name].update)
+            for name, tensor, kind in items:
+                digests[name] = tensor_hash(type_name(name, kind), tensor.shape)
+                writer.add_tensor(tensor, kind, digests[name].update)
             self.files[Path(filename).name] = writer.finish()
         for name, digest in digests.items():
             self.tensors[name] = digest.hexdigest()[:LENGTH]
@@ -121,13 +126,15 @@ class _Writer:
         self._wait(PIECES - 1)
         self._send(data, update)
 
-    def add_tensor(self, tensor: Tensor, update: Update) -> None:
-        """Append the values of a tensor and pass their bytes to `update` in order."""
-        for piece in tensor.detach().reshape(-1).split(PIECE // tensor.element_size()):
+    def add_tensor(self, tensor: Tensor, dtype: torch.dtype, update: Update) -> None:
+        """Append the values of a tensor as `dtype` and pass their bytes to `update` in order."""
+        # A column's reshape(-1) is a view with gaps.
+        flat = tensor.detach().reshape(-1).contiguous()
+        for piece in flat.split(PIECE // dtype.itemsize):
             if piece.is_cuda:
-                self._add_copy(piece, update)
+                self._add_copy(piece, dtype, update)
             else:
-                self.add(_bytes(piece), update)
+                self.add(_bytes(piece.to(dtype)), update)
 
     def finish(self) -> FileRecord:
         """Wait until everything is on disk; return the record of the file. Raises what failed."""
@@ -137,7 +144,7 @@ class _Writer:
         os.fsync(self._file.fileno())
         return FileRecord(self._size, self._whole.hexdigest())
 
-    def _add_copy(self, piece: Tensor, update: Update) -> None:
+    def _add_copy(self, piece: Tensor, dtype: torch.dtype, update: Update) -> None:
         """Append a piece of a tensor on a device, through a pinned buffer."""
         self._wait(PIECES - 1)
         if not self._buffers:
@@ -147,7 +154,7 @@ class _Writer:
             self._stream = torch.cuda.Stream(piece.device)
             self._stream.wait_stream(torch.cuda.current_stream(piece.device))
         with torch.cuda.stream(self._stream):
-            pinned = buffer.view(piece.dtype)[: piece.numel()]
+            pinned = buffer.view(dtype)[: piece.numel()]
             pinned.copy_(piece, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._stream)
@@ -196,27 +203,35 @@ class _Writer:
             self._synced.append(self._syncing.submit(os.fsync, self._file.fileno()))
 
 
-def _header(items: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
+def _header(
+    items: Sequence[tuple[str, Tensor, torch.dtype]], metadata: Mapping[str, str] | None
+) -> bytes:
     """Return the header of a safetensors file with these tensors in this order."""
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
-    for name, tensor in items:
+    for name, tensor, dtype in items:
+        end = at + tensor.numel() * dtype.itemsize
         fields[name] = {
-            "dtype": type_name(name, tensor),
+            "dtype": type_name(name, dtype),
             "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
+            "data_offsets": [at, end],
         }
-        at += tensor.nbytes
+        at = end
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def type_name(name: str, tensor: Tensor) -> str:
+def saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor is saved: `dtype` for floats, its own for others."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def type_name(name: str, dtype: torch.dtype) -> str:
     """Return safetensors' name of the dtype. Raises CheckpointError for one it has not."""
-    if tensor.dtype not in NAMES:
-        raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, which no worker serves")
-    return NAMES[tensor.dtype]
+    if dtype not in NAMES:
+        raise CheckpointError(f"tensor {name!r} has dtype {dtype}, which no worker serves")
+    return NAMES[dtype]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -75,5 +75,5 @@ def delta_files(directory: Path, base: Path | None, anchor_every: int) -> DeltaF
 def _new_tensors(tensors: Mapping[str, Tensor]) -> Iterator[NewTensor]:
     for name, tensor in tensors.items():
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        shape = TensorShape(tuple(tensor.shape), type_name(name, tensor))
+        shape = TensorShape(tuple(tensor.shape), type_name(name, tensor.dtype))
         yield NewTensor(name, shape, flat.view(torch.uint8).numpy())
