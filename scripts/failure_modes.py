@@ -101,6 +101,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F90": ("a collector of traces that hangs or is down slows or fails requests", "spans wait in a bounded queue for a thread of their own and are dropped; shutdown waits at most three seconds"),
     "F91": ("a tracker that fails in mid-run ends it, or its metrics are lost", "reported once, then disabled; the run continues and its directory has every line"),
     "F92": ("turns of one session on several gateways overwrite each other, or are treated as an edited history", "every gateway reads new turns before it plans; a turn is stored only after the head it was planned on, otherwise after the newer turns"),
+    "F77": ("a run is called reproducible though something in it (tool, clock, judge) is not", "such inputs are recorded, replayed from the record, and named as such"),
     "F76": ("a worker's impossible response (positive logprob, id outside the vocabulary, more tokens than allowed) becomes a sample, or a 400 to the client", "the worker is at fault: 502 that names it, counted, ejected; nothing stored"),
     "F97": ("a request that ends its worker is retried until no worker is left", "never sent to a third worker; its digest is refused for five minutes"),
     "F99": ("text that looks like control tokens becomes control tokens, so that a file can forge turns", "messages are encoded as text, whatever they spell out; control tokens come from the template only"),

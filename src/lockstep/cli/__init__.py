@@ -21,6 +21,7 @@ from lockstep.cli.running.record import record
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.tinker import tinker
 from lockstep.cli.training.demo import demo
+from lockstep.cli.training.replay import replay
 from lockstep.cli.training.rollout import rollout
 from lockstep.cli.training.train import train
 from lockstep.cli.worker import worker
@@ -42,6 +43,7 @@ app.command()(serve)
 app.command()(gateway)
 app.command()(worker)
 app.command()(train)
+app.command()(replay)
 app.command()(tinker)
 app.command()(rollout)
 app.command()(check)

@@ -138,6 +138,8 @@ class Core:
                 self._matcher(handle),
                 leader,
             )
+            if request.earlier is not None:
+                sequence.take_over(request.earlier)
             leader = leader or sequence
             handle.sequences.append(sequence)
             self.handles[sequence] = handle

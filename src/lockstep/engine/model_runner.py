@@ -152,6 +152,8 @@ class ModelRunner:
             sequence.lists = lists or TokenLists.of(options, vocab, device)
         if sequence.counts is None and penalizes(options):
             sequence.counts = TokenCounts(sequence.request.prompt_ids, vocab, device)
+            for token in sequence.output_ids:  # tokens that a request brought with it
+                sequence.counts.add(token)
         return SamplingRow(
             options,
             options.logprob_mode or self._mode,

@@ -46,6 +46,9 @@ class EngineRequest:
     min_weight_version: str | None = None
     skip_prefix_cache: bool = False
     tenant: str = ""
+    earlier: Completion | None = None
+    """The first tokens of the choice, sampled before under other weights. Generation goes on after
+    them, with the same seed, as it does after an update. Only for n = 1."""
 
     def check(self, config: ModelConfig, max_len: int) -> None:
         """Raise BadTokenId, PromptTooLong or BadRequest if this model cannot run the request."""
@@ -55,6 +58,8 @@ class EngineRequest:
                 check_ids(list(ids), config.vocab_size, name)
         if not self.sampling.fits(len(self.prompt_ids), max_len):
             raise PromptTooLong.of(len(self.prompt_ids), max_len, param="token_ids")
+        if self.earlier is not None and self.sampling.n != 1:
+            raise BadRequest(f"n is {self.sampling.n} beside earlier tokens: expected 1", param="n")
         start = self.experts_start
         if start is not None and (start < 0 or not config.moe_layers):
             reason = f"{start} is negative" if start < 0 else "but this model has none"
@@ -168,6 +173,13 @@ class Sequence:
     def begun(self) -> bool:
         """Whether the request is in flight, even if this choice is still waiting."""
         return bool((self.leader or self).root)
+
+    def take_over(self, earlier: Completion) -> None:
+        """Add tokens that were sampled before, under the versions they carry."""
+        for span in earlier.versions:
+            for at in range(span.start, span.end):
+                token, logprob = earlier.token_ids[at], earlier.logprobs[at]
+                self.append(Sampled(token, logprob, 0, ()), span.version)
 
     def append(self, sampled: Sampled, version: str) -> Finish | None:
         """Add a token; return the finish reason if it is the last one, else None."""

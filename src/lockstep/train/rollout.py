@@ -122,18 +122,9 @@ class RolloutRunner:
         version: str | None,
         requests: GroupRequests,
     ) -> Rollout:
-        rollout = self._config.rollout
-        options: dict[str, Any] = {
-            # Consecutive within a group, as are the seeds of the choices of one request.
-            "seed": seed_of(*seeds) + at,
-            "max_tokens": rollout.max_tokens,
-            "temperature": rollout.temperature,
-            "logprob_mode": rollout.logprobs,
-        }
+        options = rollout_options(self._config, seeds, at)
         if version is not None:
             options["weight_version"] = version
-        if rollout.experts:
-            options["experts_start"] = 0
         train_aborted = self._config.loop.aborted == "keep"
 
         async def run(attempt: int) -> Rollout:
@@ -154,6 +145,21 @@ class RolloutRunner:
         async with self._concurrency:
             with from_env(self._config.env.name, where):
                 return await self._retry.call("rollout", run, between=self._restore)
+
+
+def rollout_options(config: TrainConfig, seeds: tuple[Any, ...], at: int) -> dict[str, Any]:
+    """Return the options of every turn of rollout `at` of a group."""
+    rollout = config.rollout
+    options: dict[str, Any] = {
+        # Consecutive within a group, as are the seeds of the choices of one request.
+        "seed": seed_of(*seeds) + at,
+        "max_tokens": rollout.max_tokens,
+        "temperature": rollout.temperature,
+        "logprob_mode": rollout.logprobs,
+    }
+    if rollout.experts:
+        options["experts_start"] = 0
+    return options
 
 
 def seed_of(*parts: Any) -> int:

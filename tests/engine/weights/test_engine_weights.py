@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lockstep.engine import Engine
 from lockstep.tokens.errors import (
+    BadRequest,
     CheckpointError,
     Conflict,
     UnknownModel,
@@ -39,6 +41,34 @@ async def test_keep_stage_score_commit_resume(engine: Engine, tiny: Path, tiny2:
     assert [span.version for span in completion.versions] == ["v1", "v2"]
     assert await engine.rollback() == "v1"
     assert await score(engine, probe) == reference(tiny, probe)
+
+
+@pytest.mark.exact_arithmetic
+async def test_earlier_tokens_are_continued_as_after_an_update(engine: Engine, tiny2: Path) -> None:
+    """The rest of a request that was updated midway can be sampled again on its own."""
+    options = {"seed": 7, "max_tokens": 40, "ignore_eos": True, "frequency_penalty": 0.5}
+    stream = engine.stream(request(ids(1, 20), **options))
+    pieces = [await anext(stream) for _ in range(5)]
+    await engine.pause("keep")
+    await engine.stage(tiny2, "v2")
+    await engine.commit()
+    await engine.resume()
+    pieces += [piece async for piece in stream]
+    updated = pieces[-1].completion
+    assert updated is not None
+    count = updated.versions[0].end
+    assert 5 <= count < 40
+    first = replace(
+        updated, token_ids=updated.token_ids[:count], logprobs=updated.logprobs[:count],
+        ranks=None, versions=updated.versions[:1],
+    )  # fmt: skip
+    (again,) = await engine.generate(replace(request(ids(1, 20), **options), earlier=first))
+    assert again.token_ids == updated.token_ids
+    assert again.logprobs == updated.logprobs
+    assert again.versions == updated.versions
+    with pytest.raises(BadRequest, match="beside earlier tokens"):
+        await engine.generate(replace(request(ids(1, 20), n=2), earlier=first))
+    assert await engine.rollback() == "v1"
 
 
 async def test_tensors_by_name_are_staged_and_dropped_by_rollback(

@@ -56,6 +56,8 @@ def _draw(
 class Reverse:
     """Reverse the digits of a string. Up to half of the reward is for digits in place."""
 
+    deterministic = True
+
     def __init__(self, min_digits: int = 3, max_digits: int = 8) -> None:
         self._lengths = min_digits, max_digits
 
@@ -85,6 +87,8 @@ class Calc:
     schema into the prompt.
     """
 
+    deterministic = True
+
     def __init__(self, schema: bool = False) -> None:
         self._tools = (CALC_TOOL,) if schema else ()
 
@@ -113,6 +117,8 @@ class Calc:
 
 class Guess:
     """Find a number from 0 to 99 in seven guesses; up to half of the reward is for using hints."""
+
+    deterministic = True
 
     TURNS = 7
 

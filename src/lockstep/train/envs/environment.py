@@ -148,7 +148,10 @@ class Environment(Protocol):
                 turn = await context.chat(task).send(list(task.messages))
                 return Reward(float("yes" in turn.text), turn.text == "yes")
 
-    [env.options] of the configuration are the arguments of its constructor.
+    [env.options] of the configuration are the arguments of its constructor. An environment whose
+    tasks and rewards depend on nothing but seed and responses says so with the class attribute
+    `deterministic = True`: `lockstep replay` then computes them again. Rewards of any other
+    (tools, clocks, judges) are replayed from the record.
     """
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:

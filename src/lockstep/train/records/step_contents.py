@@ -95,7 +95,8 @@ def encode_reward(reward: Reward) -> Plain:
 
 
 def _plain(value: Any) -> Any:
-    return msgspec.to_builtins(value, str_keys=True, enc_hook=lambda own: type(own).__name__)
+    encoded = msgspec.json.encode(value, enc_hook=lambda own: type(own).__name__)
+    return msgspec.json.decode(encoded)
 
 
 def _encode_rollout(rollout: Rollout) -> Plain:
@@ -215,6 +216,7 @@ def sample_digests(groups: Sequence[RolloutGroup], clock: Clock) -> Plain:
             tokens[span.version] = tokens.get(span.version, 0) + span.end - span.start
     return {
         "count": len(samples),
+        "longest": max((len(sample.token_ids) for sample in samples), default=0),
         "token_ids": _arrays((sample.token_ids for sample in samples), np.int64),
         "logprobs": _arrays((sample.logprobs for sample in samples), np.float64),
         "versions": sha256(canonical(spans)),

@@ -1,0 +1,82 @@
+"""`lockstep replay`: repeat the recorded steps of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from lockstep.cli.output import print_json
+from lockstep.progress import Progress
+from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.exit_codes import FAILED
+
+RunArgument = Annotated[Path, typer.Argument(help="Run directory.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="Model that training started from, where it is at another place here."),
+]
+
+
+def replay(
+    run: RunArgument,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A..B", help="Steps to repeat, such as 5..8; or one.")
+    ] = None,
+    fresh_rollouts: Annotated[
+        bool,
+        typer.Option(
+            "--fresh-rollouts", help="Sample every token again from recorded seeds and weights."
+        ),
+    ] = False,
+    model: ModelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Repeat recorded steps and compare them with their records.
+
+    Gradients, optimizer state and weights are computed again from the recorded samples, and rewards
+    by environments that are deterministic. On a machine that computes other bits, figures are
+    compared within a band. Inputs that were not computed again are listed.
+
+    Exit codes: 0 everything compared is as recorded, 1 something differs, 2 the command is wrong.
+    """
+    from lockstep.replay.replayer import replay as repeat
+
+    first, last = _parse_steps(steps)
+    with Progress("Replaying", visible=not as_json) as progress:
+        outcome = asyncio.run(
+            repeat(
+                run, first=first, last=last, fresh_rollouts=fresh_rollouts, model=model,
+                on_step=lambda step: progress.say(f"step {step}"),
+            )
+        )  # fmt: skip
+    if as_json:
+        print_json(outcome.to_json())
+    else:
+        print_lines(outcome.lines())
+    if not outcome.held:
+        raise typer.Exit(FAILED)
+
+
+def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
+    if text is None:
+        return None, None
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if match is None:
+        raise BadRequest(f"--steps {text}: expected A..B or one number", param="--steps")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print sentences, with differences in red."""
+    console = Console(highlight=False)
+    for line in lines:
+        colour = "red" if line.startswith("DIFFERS") else None
+        console.print(escape(line), style=colour, soft_wrap=True)

@@ -1,0 +1,23 @@
+"""Repeats, compares and audits recorded runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.lazy_names import import_on_use
+
+if TYPE_CHECKING:
+    from lockstep.replay.findings import Difference, Replay
+    from lockstep.replay.replayer import replay
+else:
+    # The command line imports this package; only replaying needs torch.
+    __getattr__ = import_on_use(
+        __name__,
+        {
+            "Difference": "findings",
+            "Replay": "findings",
+            "replay": "replayer",
+        },
+    )
+
+__all__ = ["Difference", "Replay", "replay"]
