@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.engine.engine import Engine
 from lockstep.engine.options import EngineOptions
 from lockstep.engine.sequence import EngineRequest
-from lockstep.replay.findings import Difference, Replay
+from lockstep.replay.findings import Replay, ReplayDifference
 from lockstep.tokens import Completion
 from lockstep.tokens.completion import VersionSpan
 from lockstep.tokens.errors import LockstepError
@@ -119,7 +119,7 @@ class Draws:
         recorded = job.draw.completion
 
         def differs(what: str, where: str, before: Any, now: Any) -> None:
-            outcome.differences.append(Difference(step, what, where, before, now))
+            outcome.differences.append(ReplayDifference(step, what, where, before, now))
 
         outcome.draws += 1
         outcome.tokens += job.end - job.start

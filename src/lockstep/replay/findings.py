@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplayDifference:
     """One value that the replay computed and that is not the recorded one.
 
     `what` is its kind, such as "token", "reward" or "gradients", and `where` its place in the step.
@@ -46,7 +46,7 @@ class Replay:
     draws: int = 0
     tokens: int = 0
     rewards: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[ReplayDifference] = field(default_factory=list)
     from_record: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class Replay:
         """Count one comparison, note a difference, and return whether both are equal."""
         self.digests += 1
         if recorded != replayed:
-            self.differences.append(Difference(step, what, where, recorded, replayed))
+            self.differences.append(ReplayDifference(step, what, where, recorded, replayed))
         return bool(recorded == replayed)
 
     def to_json(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lockstep.chain.records import Chain, Record
 from lockstep.engine.numerics.plan import fingerprint
 from lockstep.models import bundled
 from lockstep.replay.draws import Draws
-from lockstep.replay.findings import Difference, Replay
+from lockstep.replay.findings import Replay, ReplayDifference
 from lockstep.replay.rewards import Rewards
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.numerics import NumericsPlan
@@ -103,7 +103,7 @@ class _Replayer:
                 param="steps",
             )
         outcome.differences += [
-            Difference(0, "chain", "", "whole", why) for why in self._chain.breaks
+            ReplayDifference(0, "chain", "", "whole", why) for why in self._chain.breaks
         ]
         fresh_of = set(range(outcome.first, outcome.last + 1)) if fresh else set[int]()
         if fresh_steps is not None:
@@ -308,7 +308,7 @@ class _Replayer:
             name = differing[0]
             where = f"{name} ({len(differing)} of {len(recorded)} tensors differ)"
             outcome.differences.append(
-                Difference(step, kind, where, recorded[name], own.get(name, "no such tensor"))
+                ReplayDifference(step, kind, where, recorded[name], own.get(name, "no such tensor"))
             )
 
     def _compare_band(self, step: int, recorded: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -317,7 +317,7 @@ class _Replayer:
             before, now = float(recorded[name]), float(own[name])
             self._outcome.digests += 1
             if not abs(before - now) <= bound * max(1.0, abs(before)):
-                self._outcome.differences.append(Difference(step, name, "", before, now))
+                self._outcome.differences.append(ReplayDifference(step, name, "", before, now))
 
     def _save(self, learner: Learner, directory: Path) -> Digests:
         with TensorDigests(learner.tensors()) as digests:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.delta.convert import make_delta, write_full
 from lockstep.checkpoint.delta.prune import prune
-from lockstep.checkpoint.delta.record import DELTA, PAYLOADS, Link
+from lockstep.checkpoint.delta.record import DELTA, PAYLOADS, DeltaLink
 from lockstep.checkpoint.manifest import Manifest, mark_stable, write_manifest
 from lockstep.checkpoint.open import open_checkpoint, resolve_checkpoint
 from lockstep.checkpoint.validate import Checkpoint
@@ -158,7 +158,7 @@ def test_a_base_whose_bytes_changed_is_found_at_the_result(tmp_path: Path) -> No
 @pytest.mark.failure_mode("F63")
 def test_a_cycle_is_refused(tmp_path: Path) -> None:
     paths, _ = chain(tmp_path, 2)
-    digest = Link.read(paths[2]).record.digest
+    digest = DeltaLink.read(paths[2]).record.digest
     edit(paths[1], lambda record: record["base"].update(directory="step-2", digest=digest))
     with pytest.raises(CheckpointError, match="the chain is a cycle"):
         open_checkpoint(paths[2])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint.delta.record import PAYLOADS, Link, read_link
+from lockstep.checkpoint.delta.record import PAYLOADS, DeltaLink, read_link
 from lockstep.checkpoint.validate import Checkpoint
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.options import EngineOptions
@@ -119,7 +119,7 @@ def test_a_delta_is_not_applied_twice_or_out_of_order(tmp_path: Path) -> None:
     live = served(paths[1], "bfloat16").weights
     assert [link and apply_delta.applies_to(link, live) for link in links] == [None, False, True]
     first = served(paths[0], "bfloat16").weights
-    assert isinstance(links[2], Link)
+    assert isinstance(links[2], DeltaLink)
     with pytest.raises(CheckpointError, match="not what was written after link 'step-2'"):
         apply_delta.with_delta(first, links[2], "skipped step-1")
 

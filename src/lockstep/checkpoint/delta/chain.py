@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.delta.record import Base, Link, is_delta
+from lockstep.checkpoint.delta.record import Base, DeltaLink, is_delta
 from lockstep.checkpoint.digest import combined
 from lockstep.checkpoint.full_checkpoint import open_full
 from lockstep.checkpoint.manifest import MANIFEST, Manifest, check_stable, sha256_of
@@ -17,11 +17,11 @@ from lockstep.tokens.errors import CheckpointError, Forbidden
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class DeltaChain:
     """A full checkpoint, the anchor, and the deltas on it, oldest first."""
 
     anchor: CheckpointReader
-    links: tuple[Link, ...]
+    links: tuple[DeltaLink, ...]
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -29,13 +29,13 @@ class Chain:
         return self.anchor.directory, *(link.directory for link in self.links)
 
 
-def resolve_chain(directory: Path) -> Chain:
+def resolve_chain(directory: Path) -> DeltaChain:
     """Return the chain of a delta, from headers alone.
 
     A base that is missing, broken or holds other weights is replaced by a full checkpoint beside it
     that holds the same weights, if there is one. Otherwise CheckpointError names the link.
     """
-    links = [Link.read(directory)]
+    links = [DeltaLink.read(directory)]
     while True:
         try:
             base = _open_base(links[-1])
@@ -44,14 +44,14 @@ def resolve_chain(directory: Path) -> Chain:
             if twin is None:
                 raise _broken(directory, links[-1], error) from None
             base = twin
-        if not isinstance(base, Link):
+        if not isinstance(base, DeltaLink):
             links.reverse()
             _check_shapes(base, links)
-            return Chain(base, tuple(links))
+            return DeltaChain(base, tuple(links))
         links.append(base)
 
 
-def check_roots(chain: Chain, roots: Sequence[Path]) -> None:
+def check_roots(chain: DeltaChain, roots: Sequence[Path]) -> None:
     """Raise Forbidden for a directory of the chain, or a file in one, outside the allowed roots."""
     for directory in chain.directories:
         if not inside(directory.resolve(), roots):
@@ -73,13 +73,13 @@ def base_of(directory: Path) -> tuple[Base, int]:
     if manifest is None:
         raise CheckpointError(f"{directory} has no {MANIFEST}: a delta needs a base that has one")
     digest = combined(manifest.tensors) if manifest.tensors else ""
-    link = Link.read(directory) if is_delta(manifest) else None
+    link = DeltaLink.read(directory) if is_delta(manifest) else None
     version = None if link is None else link.record.version
     base = Base(directory.name, version, digest, sha256_of(directory / MANIFEST))
     return base, 0 if link is None else link.record.depth
 
 
-def _open_base(link: Link) -> Link | CheckpointReader:
+def _open_base(link: DeltaLink) -> DeltaLink | CheckpointReader:
     """Return the base of a link. Raises CheckpointError unless it is what the link says.
 
     Depths fall by one from link to link, so a cycle is an error and the search ends.
@@ -88,7 +88,7 @@ def _open_base(link: Link) -> Link | CheckpointReader:
     manifest = _check_base(link.record.base, at)
     if not is_delta(manifest):
         return open_full(at, manifest)
-    base = Link.read(at)
+    base = DeltaLink.read(at)
     if base.record.depth != link.record.depth - 1:
         raise CheckpointError(
             f"{at} is delta {base.record.depth} since the last full checkpoint, expected "
@@ -117,7 +117,7 @@ def _check_base(base: Base, directory: Path) -> Manifest:
     return manifest
 
 
-def _full_twin(links: list[Link]) -> CheckpointReader | None:
+def _full_twin(links: list[DeltaLink]) -> CheckpointReader | None:
     """Return a full checkpoint beside the deltas that holds the weights of one's base.
 
     Links older than that one are dropped from the list; the oldest are tried first.
@@ -136,7 +136,7 @@ def _full_twin(links: list[Link]) -> CheckpointReader | None:
     return None
 
 
-def _broken(directory: Path, link: Link, error: CheckpointError) -> CheckpointError:
+def _broken(directory: Path, link: DeltaLink, error: CheckpointError) -> CheckpointError:
     base = link.record.base
     named = f"version {base.version!r} in " if base.version else ""
     return CheckpointError(
@@ -146,7 +146,7 @@ def _broken(directory: Path, link: Link, error: CheckpointError) -> CheckpointEr
     )
 
 
-def _check_shapes(anchor: CheckpointReader, links: Sequence[Link]) -> None:
+def _check_shapes(anchor: CheckpointReader, links: Sequence[DeltaLink]) -> None:
     """Raise CheckpointError unless all links have the tensors of the anchor."""
     expected: dict[str, TensorShape] = dict(anchor.tensors)
     for link in links:

@@ -8,7 +8,7 @@ import shutil
 import struct
 from pathlib import Path
 
-from lockstep.checkpoint.delta.record import DELTA, PAYLOADS, Link
+from lockstep.checkpoint.delta.record import DELTA, PAYLOADS, DeltaLink
 from lockstep.checkpoint.delta.writer import DeltaEncoder, base_for, identify, tensors_of
 from lockstep.checkpoint.files import sync, write_whole
 from lockstep.checkpoint.manifest import (
@@ -46,7 +46,7 @@ def make_delta(source: Path, base: Path, target: Path) -> DeltaSummary:
     _copy_others(source, target)
     write_manifest(target, encoder.digests)
     mark_stable(target)
-    return Link.read(target).summary
+    return DeltaLink.read(target).summary
 
 
 def write_full(source: Path, target: Path) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.checkpoint.delta.chain import Chain
+from lockstep.checkpoint.delta.chain import DeltaChain
 from lockstep.checkpoint.delta.encoding import Patch, decode
-from lockstep.checkpoint.delta.record import DELTA, Link, check_of
+from lockstep.checkpoint.delta.record import DELTA, DeltaLink, check_of
 from lockstep.checkpoint.reader import CHUNK, Bytes, CheckpointReader, TensorShape
 from lockstep.checkpoint.whole_reader import read_parts
 from lockstep.tokens.errors import CheckpointError
@@ -18,7 +18,7 @@ from lockstep.tokens.errors import CheckpointError
 class DeltaReader:
     """A `CheckpointReader` of the last link of a chain. Every result is checked."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: DeltaChain) -> None:
         self.chain = chain
         self.link = chain.links[-1]
         self.directory = self.link.directory
@@ -70,7 +70,7 @@ class DeltaReader:
         return not_as_written(name, wrong)
 
 
-def apply_link(link: Link, name: str, target: Bytes) -> Patch | None:
+def apply_link(link: DeltaLink, name: str, target: Bytes) -> Patch | None:
     """Change the bytes of a tensor in place as a link says, and return the patch if there is one.
 
     Raises CheckpointError that names tensor and link for a broken payload.
@@ -100,7 +100,7 @@ def apply_link(link: Link, name: str, target: Bytes) -> Patch | None:
     return patch
 
 
-def not_as_written(name: str, link: Link) -> CheckpointError:
+def not_as_written(name: str, link: DeltaLink) -> CheckpointError:
     """Return the error of a tensor whose bytes after a link are not those that were written."""
     return CheckpointError(
         f"tensor {name!r} is not what was written after link {link.directory.name!r} (version "

@@ -135,7 +135,7 @@ class DeltaRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeltaLink:
     """One delta of a chain: its record, the places of its payloads, the digests of its results."""
 
     directory: Path
@@ -159,7 +159,7 @@ class Link:
         )  # fmt: skip
 
     @classmethod
-    def read(cls, directory: Path) -> Link:
+    def read(cls, directory: Path) -> DeltaLink:
         """Read the headers of a delta. Raises CheckpointError unless it is complete and agrees with
         its manifest."""
         manifest = Manifest.read(directory)
@@ -221,9 +221,9 @@ def is_delta(manifest: Manifest) -> bool:
     return DELTA in manifest.files
 
 
-def read_link(directory: Path) -> Link | None:
+def read_link(directory: Path) -> DeltaLink | None:
     """Return the delta in a directory, or None for a checkpoint that is no delta."""
-    return Link.read(directory) if (directory / DELTA).exists() else None
+    return DeltaLink.read(directory) if (directory / DELTA).exists() else None
 
 
 def check_of(data: object) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.delta.delta_reader import apply_link, not_as_written
-from lockstep.checkpoint.delta.record import Link, check_of
+from lockstep.checkpoint.delta.record import DeltaLink, check_of
 from lockstep.checkpoint.tensor_names import (
     DERIVED,
     EMBEDDING,
@@ -25,7 +25,7 @@ THREADS = 4
 """Tensors changed at once. Unpacking, copying and checking release the GIL."""
 
 
-def applies_to(link: Link, live: Weights) -> bool:
+def applies_to(link: DeltaLink, live: Weights) -> bool:
     """Return whether the live weights are the base of the delta, byte for byte as it was saved."""
     if live.digest != link.record.base.digest:
         return False
@@ -34,7 +34,7 @@ def applies_to(link: Link, live: Weights) -> bool:
     return all(delta.tensor.dtype == dtype for delta in link.record.tensors.values())
 
 
-def with_delta(live: Weights, link: Link, version: str) -> Weights:
+def with_delta(live: Weights, link: DeltaLink, version: str) -> Weights:
     """Return a new set: a copy of the live weights, changed by the delta. `applies_to` holds.
 
     Raises CheckpointError for a result that is not what was written; `live` stays unchanged.
@@ -62,7 +62,7 @@ def with_delta(live: Weights, link: Link, version: str) -> Weights:
     return Weights(layout, packed, version, digests=digests)
 
 
-def _change(link: Link, name: str, target: Tensor) -> None:
+def _change(link: DeltaLink, name: str, target: Tensor) -> None:
     """Change one tensor in place and check all of it, also if nothing changed in this step."""
     here = target if target.device.type == "cpu" else target.cpu()
     data = here.view(torch.uint8).view(-1).numpy()

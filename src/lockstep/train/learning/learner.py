@@ -33,7 +33,7 @@ from lockstep.train.learning.batch import TrainBatch, TrainItem
 from lockstep.train.learning.expert_replay import ExpertReplay
 from lockstep.train.learning.item_logprobs import ItemLogprobs, sampled_at
 from lockstep.train.learning.optimizer import Optimizer
-from lockstep.train.learning.reference import Reference
+from lockstep.train.learning.reference import ReferenceModel
 from lockstep.train.learning.schedule import learning_rate
 from lockstep.train.learning.tally import Tally
 from lockstep.train.learning.teacher import reverse_kl, teacher_advantages
@@ -88,11 +88,11 @@ class Learner:
         vocab = self.model.config.get_text_config().vocab_size
         grammars = Grammars.of(directory, vocab)
         self._scorer = ItemLogprobs(self.model, config, grammars, replay)
-        self._reference: Reference | None = None
+        self._reference: ReferenceModel | None = None
         if config.reference.weight:
             model = self.model if learner.lora_rank else self._load(None).requires_grad_(False)
             scorer = ItemLogprobs(model, config, grammars, replay if model is self.model else None)
-            self._reference = Reference(model, config, scorer)
+            self._reference = ReferenceModel(model, config, scorer)
         # The fleet serves these weights before the first step. Their logprobs in the first probe
         # tell new weights from old, and show how closely each worker follows.
         remember(self.model)

@@ -17,7 +17,7 @@ from lockstep.train.learning.item_logprobs import ItemLogprobs
 EMA_DECAY = 0.99
 
 
-class Reference:
+class ReferenceModel:
     """Scores tokens with the reference weights, over the same supports as the policy.
 
     `model` is a second model with the weights that the run started from, or the policy itself with

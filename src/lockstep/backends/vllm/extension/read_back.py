@@ -99,7 +99,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class _Part:
     """A checkpoint tensor inside a parameter: its rows there and the rows and columns it has.
 
     `rows` are those of the parameter, `source` those of the tensor; `columns` are the columns of
@@ -196,7 +196,7 @@ class _Reader:
             else:
                 self._plain(getattr(module, attribute, None), sources)
 
-    def _split(self, module: Any, name: str, shard: object) -> Iterator[Part]:
+    def _split(self, module: Any, name: str, shard: object) -> Iterator[_Part]:
         """Return where the tensor, or this rank's part of it, is among the layer's outputs."""
         kind, rank = type(module), getattr(module, "tp_rank", 0)
         rows = self._tensors[name].shape[0]
@@ -210,7 +210,7 @@ class _Reader:
             at = QKV.index(place)
             first, width = sum(widths[:at]), widths[at]
             holder = rank if place == "q" else rank // module.num_kv_head_replicas
-            yield Part(name, (first, first + width), (holder * width, (holder + 1) * width))
+            yield _Part(name, (first, first + width), (holder * width, (holder + 1) * width))
         elif kind is MergedColumnParallelLinear:
             sizes, ranks = module.output_sizes, module.tp_size
             if shard is not None and not isinstance(shard, int):
@@ -218,21 +218,21 @@ class _Reader:
             for at in range(len(sizes)) if shard is None else (shard,):
                 width, first = sizes[at] // ranks, sum(sizes[:at]) // ranks
                 begin = (sum(sizes[:at]) if shard is None else 0) + rank * width
-                yield Part(name, (first, first + width), (begin, begin + width))
+                yield _Part(name, (first, first + width), (begin, begin + width))
         elif shard is not None:
             raise Unreadable(f"it is loaded as shard {shard!r} of {kind.__name__}")
         elif kind is ColumnParallelLinear:
             width = rows // module.tp_size
-            yield Part(name, (0, width), (rank * width, (rank + 1) * width))
+            yield _Part(name, (0, width), (rank * width, (rank + 1) * width))
         elif kind is RowParallelLinear:
             width = module.input_size_per_partition
-            yield Part(name, (0, rows), (0, rows), (rank * width, (rank + 1) * width))
+            yield _Part(name, (0, rows), (0, rows), (rank * width, (rank + 1) * width))
         elif isinstance(module, ReplicatedLinear):
-            yield Part(name, (0, rows), (0, rows))
+            yield _Part(name, (0, rows), (0, rows))
         else:
             raise Unreadable(f"the split of a {kind.__name__} is not known")
 
-    def _linear(self, module: Any, attribute: str, parts: list[Part]) -> None:
+    def _linear(self, module: Any, attribute: str, parts: list[_Part]) -> None:
         if type(module.quant_method) is not UnquantizedLinearMethod:
             raise Unreadable(f"quantised: {type(module.quant_method).__name__}")
         if attribute == "weight":
@@ -247,7 +247,7 @@ class _Reader:
         else:
             raise Unreadable(f"{type(module).__name__} has no {attribute!r} to read back")
 
-    def _matrix(self, module: Any, parts: list[Part]) -> None:
+    def _matrix(self, module: Any, parts: list[_Part]) -> None:
         """Compare the weights of a layer, read as products of its kernel with identity blocks."""
         inputs = _inputs(module)
         outputs = max(part.rows[1] for part in parts)
@@ -278,7 +278,7 @@ class _Reader:
         source = (indices.org_vocab_start_index, indices.org_vocab_end_index)
         rows = (0, source[1] - source[0])
         if isinstance(module, ParallelLMHead):
-            self._matrix(module, [Part(name, rows, source)])
+            self._matrix(module, [_Part(name, rows, source)])
             return
         step = max(1, BLOCK // module.weight.shape[1])
         for begin in range(0, rows[1], step):
