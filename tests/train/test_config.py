@@ -94,6 +94,12 @@ def test_the_example_is_a_valid_configuration() -> None:
             {"rollout": {"temperature": 0.7, "logprobs": "raw"}},
             r"rollout\.logprobs is 'raw': expected 'processed'",
         ),
+        ({"rollout": {"top_p": 1.5}}, r"rollout\.top_p is 1\.5: expected more than 0 and at most 1"),
+        ({"rollout": {"top_k": -1}}, r"rollout\.top_k is -1: expected 0 or more"),
+        (
+            {"rollout": {"top_k": 20, "logprobs": "raw"}},
+            r"rollout\.logprobs is 'raw': expected 'processed' with rollout\.top_p, top_k or min_p",
+        ),
         ({"loss": {"kind": "distill"}}, r"teacher\.url is '': expected the URL of a teacher"),
         ({"loss": {"kind": "gpro"}}, r"loss\.kind is 'gpro': expected one of dppo, ipo, grpo"),
         (
@@ -148,6 +154,9 @@ def test_only_fields_that_decide_what_is_learnt_count_as_differences() -> None:
     assert now.differences(json.loads(json.dumps(started.to_dict()))) == {
         "learner.lr": (1e-4, 2e-4)
     }
+    # Tokens of synchronous runs have no age; experts that are replayed are always required.
+    unused = started.with_changes({"loop.max_off_policy": 1, "rollout.experts": False})
+    assert unused.differences(json.loads(json.dumps(started.to_dict()))) == {}
     falling = started.with_changes({"learner.schedule": "linear"})
     later = falling.with_changes({"loop.steps": 90})
     assert later.differences(json.loads(json.dumps(falling.to_dict()))) == {"loop.steps": (30, 90)}

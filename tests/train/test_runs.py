@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import Conflict
-from lockstep.train import StepMetrics, TrainConfig
+from lockstep.train import StepMetrics, TrainConfig, Trainer
 from lockstep.train.learning.learner import Learner
-from tests.processes import TOKEN, WorkerProcess
+from tests.processes import TOKEN, ServeProcess, WorkerProcess
 from tests.train.conftest import Stack, run_config
 from tests.train.rollouts import directory
 
@@ -106,6 +106,27 @@ async def test_two_turns_with_a_tool_stay_exact(stack: Stack, tmp_path: Path) ->
     assert all(step.mismatch_kl == 0.0 and step.breaks == 0 for step in result.steps)
     roles = {role for line in lines(tmp_path / "run", "samples.jsonl") for role in line["roles"]}
     assert "tool" in roles
+
+
+async def test_experts_and_truncation_need_no_further_options(tmp_path: Path) -> None:
+    """A mixture of experts with the default of rollout.experts, drawn with top_p and min_p."""
+    config = run_config(
+        tmp_path / "run",
+        model="tiny-moe",
+        rollout={"groups": 2, "max_tokens": 16, "top_p": 0.9, "min_p": 0.01},
+        loop={"steps": 2},
+    )
+    serve = ServeProcess("--sessions", "memory", "--state-dir", str(tmp_path / "state"),
+                         "--worker-args", "--max-model-len 256", model="tiny-moe")  # fmt: skip
+    try:
+        await Trainer(config, serve.url, serve.admin_url, TOKEN).run()
+    finally:
+        serve.stop()
+    for line in lines(tmp_path / "run", "metrics.jsonl"):
+        assert line["compared_logprobs"] > 0
+        assert line["unequal_logprobs"] == 0
+    drawn = lines(tmp_path / "run", "samples.jsonl")[0]
+    assert drawn["support"]["vocab"] == 512
 
 
 async def push(stack: Stack, config: TrainConfig, where: Path) -> None:

@@ -64,9 +64,16 @@ class RolloutConfig:
     ] = 8
     max_tokens: Annotated[int, Range(least=1), "Maximum number of tokens per turn."] = 48
     temperature: Annotated[float, Range(above=0), "Sampling temperature."] = 1.0
-    logprobs: Annotated[LogprobMode, "processed; raw is allowed only at temperature 1."] = (
-        "processed"
-    )
+    top_p: Annotated[
+        float, Range(above=0, most=1), "Draw from the likeliest tokens that add up to this much."
+    ] = 1.0
+    top_k: Annotated[int, Range(least=0), "Draw from this many likeliest tokens. 0: all."] = 0
+    min_p: Annotated[
+        float, Range(least=0, most=1), "Draw from tokens with this share of the likeliest's."
+    ] = 0.0
+    logprobs: Annotated[
+        LogprobMode, "processed; raw requires temperature 1, and no top_p, top_k or min_p."
+    ] = "processed"
     concurrency: Annotated[int, Range(least=1), "Maximum number of concurrent rollouts."] = 128
     max_rounds: Annotated[
         int,
@@ -74,10 +81,18 @@ class RolloutConfig:
         "How many times `groups` tasks a step may play, where groups with equal rewards are "
         "replaced (loss.resample).",
     ] = 4
-    experts: Annotated[bool, "Request the routed experts of every token."] = False
+    experts: Annotated[
+        bool | None,
+        "Request the routed experts of every token. Unset: if the learner replays them.",
+    ] = None
     samples_shown: Annotated[
         int, Range(least=0), "Conversations per step that are stored for the report."
     ] = 2
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +268,9 @@ class TrainConfig:
         require(self.rollout.temperature == 1.0 or self.rollout.logprobs == "processed",
                 "rollout.logprobs", "'processed' when rollout.temperature is not 1: raw logprobs "
                 "are not those of the distribution that was sampled from")  # fmt: skip
+        require(not self.rollout.truncates or self.rollout.logprobs == "processed",
+                "rollout.logprobs", "'processed' with rollout.top_p, top_k or min_p: raw logprobs "
+                "are not those of the sets that tokens were drawn from")  # fmt: skip
         require(not from_teacher or bool(self.teacher.url), "teacher.url",
                 f"the URL of a teacher, as loss.kind is {self.loss.kind!r}")  # fmt: skip
         learner, reference = self.learner, self.reference
@@ -318,6 +336,8 @@ class TrainConfig:
         free: tuple[str, ...] = FREE_TO_CHANGE
         if self.learner.schedule != "constant" and self.learner.decay_steps is None:
             free = tuple(name for name in free if name != "loop.steps")  # they decide the rates
+        if self.loop.mode == "sync":
+            free = (*free, "loop.max_off_policy")
         return {
             name: (before[name], value)
             for name, value in now.items()
@@ -337,8 +357,10 @@ FREE_TO_CHANGE = (
     "run_dir", "sinks", "serve.", "eval.", "teacher.url", "teacher.api_key", "loop.steps",
     "loop.keep_checkpoints", "loop.max_skipped", "rollout.concurrency", "rollout.samples_shown",
     "learner.device", "learner.threads", "learner.exact", "learner.probe_tolerance",
+    "rollout.experts",
 )  # fmt: skip
-"""Fields that a resumed run may change without notice: they do not decide what it learns."""
+"""Fields that a resumed run may change without notice: they do not decide what it learns. Experts
+that the learner replays are required, so that `rollout.experts` is no choice of the run."""
 REPLACED = {
     "loss.mask": 'set loss.kind to "dppo" or "ipo"',
     "loss.mask_low": "set loss.options.mask_low",

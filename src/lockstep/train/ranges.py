@@ -16,6 +16,7 @@ class Range:
     least: float | None = None
     above: float | None = None
     below: float | None = None
+    most: float | None = None
 
     def __contains__(self, value: object) -> bool:
         if isinstance(value, tuple | list):
@@ -25,6 +26,7 @@ class Range:
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
+            and (self.most is None or value <= self.most)
         )
 
     def __str__(self) -> str:
@@ -32,5 +34,6 @@ class Range:
             None if self.least is None else f"{self.least:g} or more",
             None if self.above is None else f"more than {self.above:g}",
             None if self.below is None else f"less than {self.below:g}",
+            None if self.most is None else f"at most {self.most:g}",
         )
         return " and ".join(part for part in parts if part)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lockstep.client.policy import Policy
+from lockstep.models import model_directory
 from lockstep.tokens.errors import LockstepError, Unavailable
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.agent_session import AgentSessions
@@ -155,11 +159,31 @@ def rollout_options(config: TrainConfig, seeds: tuple[Any, ...], at: int) -> dic
         "seed": seed_of(*seeds) + at,
         "max_tokens": rollout.max_tokens,
         "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "min_p": rollout.min_p,
         "logprob_mode": rollout.logprobs,
     }
-    if rollout.experts:
+    if requests_experts(config):
         options["experts_start"] = 0
     return options
+
+
+def requests_experts(config: TrainConfig) -> bool:
+    """Whether rollouts request routed experts: as the config says, or if the learner needs them."""
+    if config.rollout.experts is not None:
+        return config.rollout.experts
+    return config.learner.replay_experts and has_experts(model_directory(config.model))
+
+
+@cache
+def has_experts(directory: Path) -> bool:
+    """Whether a directory's config.json describes a mixture of experts. False without the file."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return bool(config.get("num_experts") or config.get("text_config", {}).get("num_experts"))
 
 
 def seed_of(*parts: Any) -> int:

@@ -346,6 +346,12 @@ def test_replay_changes_nothing_where_routers_agree() -> None:
         assert all(p.grad is not None and bool((p.grad != 0).any()) for p in routers)
 
 
+def test_a_run_that_replays_experts_but_requests_none_is_refused_at_its_start() -> None:
+    config = TrainConfig.of({"model": "tiny-moe", "rollout": {"experts": False}})
+    with pytest.raises(BadRequest, match=r"rollout\.experts is false, but 'tiny-moe' is a mixture"):
+        Learner(config, exact=False)
+
+
 def test_samples_without_experts_cannot_be_replayed() -> None:
     with pytest.raises(BadExperts, match=r"set rollout\.experts to true"):
         learner("tiny-moe").step(batch(sampled("tiny-moe", count=2)), 1)

@@ -84,6 +84,13 @@ class Learner:
         self._optimizer = Optimizer(trained, learner)
         self._trained = trained
         replay = ExpertReplay(self.model) if _is_moe(self.model) else None
+        if replay and learner.replay_experts and config.rollout.experts is False:
+            raise BadRequest(
+                f"rollout.experts is false, but {config.model!r} is a mixture of experts whose "
+                "routing the learner replays: leave rollout.experts out, or set "
+                "learner.replay_experts to false",
+                param="rollout.experts",
+            )
         directory = _model_directory(config)
         vocab = self.model.config.get_text_config().vocab_size
         grammars = Grammars.of(directory, vocab)
