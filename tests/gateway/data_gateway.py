@@ -22,7 +22,9 @@ async def data_gateway(worker_url: str, **options: Any) -> AsyncIterator[tuple[s
     async with Pool() as pool, Sessions(options.get("sessions")) as sessions:
         await pool.add(worker_url)
         context = GatewayContext(
-            pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions
+            pool=pool,
+            models=ModelRegistry(pool.models, "tiny", response_check=pool.response_check),
+            sessions=sessions,
         )
         app = data_app(context, GatewayOptions(**options), GatewayMetrics(context))
         with listen("127.0.0.1", 0) as sock:

@@ -94,7 +94,10 @@ def test_the_example_is_a_valid_configuration() -> None:
             {"rollout": {"temperature": 0.7, "logprobs": "raw"}},
             r"rollout\.logprobs is 'raw': expected 'processed'",
         ),
-        ({"rollout": {"top_p": 1.5}}, r"rollout\.top_p is 1\.5: expected more than 0 and at most 1"),
+        (
+            {"rollout": {"top_p": 1.5}},
+            r"rollout\.top_p is 1\.5: expected more than 0 and at most 1",
+        ),
         ({"rollout": {"top_k": -1}}, r"rollout\.top_k is -1: expected 0 or more"),
         (
             {"rollout": {"top_k": 20, "logprobs": "raw"}},

@@ -167,7 +167,7 @@ class LoopConfig:
     steps: Annotated[int, Range(least=1), "Number of training steps."] = 30
     max_off_policy: Annotated[
         int, Range(least=0), "Maximum age of a token in updates. Older tokens are dropped (async)."
-    ] = 4
+    ] = 2
     mixed: Annotated[Handling, "What to do with samples of several weight versions."] = "keep"
     aborted: Annotated[Handling, "What to do with samples that have an aborted turn."] = "mask"
     update_mode: Annotated[

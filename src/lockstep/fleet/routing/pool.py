@@ -28,6 +28,7 @@ from lockstep.http.client.client import HttpClient
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import (
     BadRequest,
+    ContractError,
     DeadlineExceeded,
     EngineFailure,
     ImpossibleResponse,
@@ -424,6 +425,8 @@ class _Attempt:
             # Not retried: the caller learns which worker is at fault, and its operator as well.
             worker.impossible += 1
             pool._health.request_failed(worker, self._epoch, error)
+        elif isinstance(error, ContractError):
+            raise error.with_message(f"worker {worker.id}: {error.message}") from error
         elif isinstance(error, DeadlineExceeded):
             # No other worker is tried: it may be the request that takes this long.
             pool._health.check(worker)
