@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.tokens.errors import BadRequest, NotFound
 
 METRICS, SAMPLES, EVENTS, RUN = "metrics.jsonl", "samples.jsonl", "events.jsonl", "run.json"
+AUDITS = "audits.jsonl"
 Row = dict[str, Any]
 
 

@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     events = (run_dir / "events.jsonl").read_text()
     assert '"worker_lost"' in events
     return run_dir
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `lockstep` to its end."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
+    return subprocess.run(
+        [Path(sys.executable).with_name("lockstep"), *arguments], env=clean, cwd=cwd,
+        capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
 
 
 def altered(run: Path, copy: Path, change: Change, *, relink: bool = True) -> Path:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from lockstep.tokens.errors import BadRequest, NotFound
 
 CHAIN, FILES = "chain.jsonl", "chain"
 FORMAT = "lockstep-chain-1"
+SLACK = 1 << 16
+"""Bytes that are read of an altered file beyond its recorded size."""
 Record = dict[str, Any]
 Sign = Callable[[bytes], str]
 
@@ -142,22 +145,39 @@ class Chain:
         """The records of the steps, by step."""
         return {link.step: link.record for link in self.links if link.kind == "step"}
 
+    @property
+    def files(self) -> dict[str, Record]:
+        """The files that the records name, by file name."""
+        named = [self.start.get("tensors")]
+        for record in self.steps.values():
+            named += [record.get("file"), (record.get("learning") or {}).get("tensors")]
+        return {Path(file["name"]).name: file for file in named if file is not None}
+
     def contents(self, file: Mapping[str, Any]) -> Record:
         """Return a file that a record names. Raises BadRequest if it is missing or altered."""
         name, digest = file["name"], file["sha256"]
-        path = self.directory / FILES / Path(name).name
-        try:
-            data = gzip.decompress(path.read_bytes())
-        except (OSError, EOFError) as error:
-            raise BadRequest(f"{path} cannot be read: {error}", param="run") from None
+        data = self.file_bytes(file)
         if (actual := sha256(data)) != digest:
             raise BadRequest(
-                f"{path} was altered: its SHA-256 is {actual[:12]}, but the chain says "
+                f"{FILES}/{name} was altered: its SHA-256 is {actual[:12]}, but the chain says "
                 f"{digest[:12]}",
                 param="run",
             )
         contents: Record = json.loads(data)
         return contents
+
+    def file_bytes(self, file: Mapping[str, Any]) -> bytes:
+        """Return the bytes of a file that a record names, altered or not.
+
+        Raises BadRequest if it cannot be read. A little more than the recorded size is read at
+        most: a small file of a stranger may expand to terabytes.
+        """
+        path = self.directory / FILES / Path(file["name"]).name
+        try:
+            with gzip.open(path) as compressed:
+                return compressed.read(int(file["bytes"]) + SLACK)
+        except (OSError, EOFError, zlib.error) as error:
+            raise BadRequest(f"{path} cannot be read: {error}", param="run") from None
 
 
 class ChainWriter:

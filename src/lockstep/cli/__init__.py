@@ -14,6 +14,10 @@ from lockstep import __version__
 from lockstep.cli import checkpoints, dynamo
 from lockstep.cli.check import check
 from lockstep.cli.doctor import doctor
+from lockstep.cli.evidence.audit import audit
+from lockstep.cli.evidence.bisect import bisect
+from lockstep.cli.evidence.pack import pack
+from lockstep.cli.evidence.replay import replay
 from lockstep.cli.extras import missing_extra
 from lockstep.cli.running import control, export, keys
 from lockstep.cli.running.dashboard import dashboard
@@ -21,7 +25,6 @@ from lockstep.cli.running.record import record
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.tinker import tinker
 from lockstep.cli.training.demo import demo
-from lockstep.cli.training.replay import replay
 from lockstep.cli.training.rollout import rollout
 from lockstep.cli.training.train import train
 from lockstep.cli.worker import worker
@@ -44,6 +47,9 @@ app.command()(gateway)
 app.command()(worker)
 app.command()(train)
 app.command()(replay)
+app.command()(bisect)
+app.command()(audit)
+app.command()(pack)
 app.command()(tinker)
 app.command()(rollout)
 app.command()(check)

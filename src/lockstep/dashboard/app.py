@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from lockstep.dashboard.chain_view import chain_view
 from lockstep.dashboard.feed import MOST_VIEWERS, Feed, Parts
 from lockstep.dashboard.fleet_view import FleetView
 from lockstep.dashboard.health_view import GatewayHealth, HealthView
@@ -32,7 +33,7 @@ from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, json_response, require_bearer
 from lockstep.http.http_request import read_json
 from lockstep.protocol.json.strict import decode
-from lockstep.run_record import METRICS, Run
+from lockstep.run_record import AUDITS, METRICS, Run
 from lockstep.tokens.errors import BadRequest, Busy, NotFound, Unauthorized
 
 BODY_LIMIT = 1 << 14
@@ -231,8 +232,9 @@ class Dashboard:
     def _run_mark(self) -> RunMark | None:
         if self._run_dir is None:
             return None
-        metrics = self._run_dir / METRICS
-        return RunMark(self._run_dir.name, metrics.stat().st_size if metrics.is_file() else 0)
+        files = [self._run_dir / name for name in (METRICS, AUDITS)]
+        size = sum(path.stat().st_size for path in files if path.is_file())
+        return RunMark(self._run_dir.name, size)
 
     # Data
 
@@ -274,7 +276,8 @@ class Dashboard:
         run = await self._read_run()
         about = {name: run.about.get(name) for name in ("model", "env", "seed", "started", "ended")}
         drawn = await asyncio.to_thread(curves, run) if run.steps else None
-        return _data({"about": about, "curves": drawn})
+        chain = await asyncio.to_thread(chain_view, self._run_dir or "")
+        return _data({"about": about, "curves": drawn, "chain": chain})
 
     async def samples(self, http: Request) -> Response:
         """Return the conversations that the run kept of one step, by default of the last."""

@@ -7,9 +7,11 @@ tokens of the earlier versions, as a worker does when it is updated in the middl
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,14 @@ class Draws:
     are those of `model`.
     """
 
-    def __init__(self, config: TrainConfig, model: Path, longest: int) -> None:
+    def __init__(
+        self, config: TrainConfig, model: Path, longest: int, choose: Callable[..., bool]
+    ) -> None:
+        """`longest` is the number of tokens of the longest sample; `choose(step, place)` decides
+        which rollouts are sampled again.
+        """
         learner = config.learner
-        self._config = config
+        self._choose = choose
         self._adapter = learner.lora_name if learner.lora_rank else None
         options = EngineOptions(
             device=learner.device, dtype=learner.dtype, threads=learner.threads,
@@ -68,7 +75,7 @@ class Draws:
     ) -> None:
         """Sample all draws of a step again and compare them."""
         jobs: dict[str, list[_Job]] = defaultdict(list)
-        for job, version in _jobs(groups, outcome):
+        for job, version in _jobs(groups, outcome, partial(self._choose, step)):
             jobs[version].append(job)
         for version in sorted(jobs):
             directory = directories.get(version)
@@ -146,10 +153,19 @@ class Draws:
                 differs("support", job.where, "sets", "other sets")
 
 
-def _jobs(groups: Sequence[RolloutGroup], outcome: Replay) -> Iterator[tuple[_Job, str]]:
+def is_chosen(step: int, place: str, *, share: float, seed: int) -> bool:
+    """Whether a rollout belongs to the share that a seed chooses, whatever else is chosen."""
+    return random.Random(f"{seed} {step} {place}").random() < share
+
+
+def _jobs(
+    groups: Sequence[RolloutGroup], outcome: Replay, choose: Callable[[str], bool]
+) -> Iterator[tuple[_Job, str]]:
     for at, group in enumerate(groups):
         for number, rollout in enumerate(group.rollouts):
             place = f"group {at}, rollout {number}"
+            if not choose(place):
+                continue
             if not rollout.draws:
                 count = sum(sum(sample.sampled_mask) for sample in rollout.samples)
                 outcome.listed("tokens that the environment's own program requested", count)

@@ -55,6 +55,11 @@ class Replay:
         """Whether everything that was compared is as recorded, and something was compared."""
         return not self.differences and bool(self.digests or self.tokens)
 
+    def note(self, sentence: str) -> None:
+        """Add a sentence that a reader must know, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
     def listed(self, what: str, count: int = 1) -> None:
         """Count an input that was taken from the record instead of being computed again."""
         if count:

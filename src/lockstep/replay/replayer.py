@@ -9,31 +9,31 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace as with_
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.chain.records import Chain, Record
+from lockstep.chain.records import Record
 from lockstep.engine.numerics.plan import fingerprint
-from lockstep.models import bundled
-from lockstep.replay.draws import Draws
+from lockstep.models import model_directory
+from lockstep.replay.comparison import compare_step, compare_tensors
+from lockstep.replay.draws import Draws, is_chosen
 from lockstep.replay.findings import Replay, ReplayDifference
 from lockstep.replay.rewards import Rewards
+from lockstep.replay.sources import RunSource, open_run
+from lockstep.replay.verification import missing_links
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.numerics import NumericsPlan
-from lockstep.train.config import TrainConfig
-from lockstep.train.envs.environment import load_environment
 from lockstep.train.learning.batch import Clock, make_batch
 from lockstep.train.learning.exactness import CLOSE_BOUND
 from lockstep.train.learning.learner import Learner, own_plan
 from lockstep.train.records.chain_recorder import code_version, model_files
 from lockstep.train.records.run_dir import RunDirectory
-from lockstep.train.records.step_contents import batch_digests, decode_groups
-from lockstep.train.records.tensor_digests import Digests, TensorDigests, combine
+from lockstep.train.records.step_contents import decode_groups
+from lockstep.train.records.tensor_digests import Digests, TensorDigests
 
 T = TypeVar("T")
 OnStep = Callable[[int], None]
-IN_BAND = ("loss", "entropy", "mismatch_max", "grad_norm")
-"""Metrics that are compared where two machines compute other bits."""
 
 
 async def replay(
@@ -41,9 +41,12 @@ async def replay(
     *,
     first: int | None = None,
     last: int | None = None,
+    steps: Collection[int] | None = None,
     fresh_rollouts: bool = False,
-    fresh_steps: Collection[int] | None = None,
+    share_of_draws: float = 1.0,
+    seed: int = 0,
     model: str | None = None,
+    trust_code: bool = False,
     on_step: OnStep | None = None,
 ) -> Replay:
     """Repeat the steps of a run from `first` to `last` and compare them with their records.
@@ -51,26 +54,40 @@ async def replay(
         outcome = await replay("runs/calc", first=5, last=8, fresh_rollouts=True)
         assert outcome.held, outcome.differences
 
-    Steps before `first` that no kept checkpoint covers are repeated as well. With `fresh_rollouts`,
-    all draws (of `fresh_steps`, if given) are sampled again from their seeds and weights. `model`
-    replaces the model that training started from, where it is at another place here.
+    `run` is a run directory or a pack. Steps before `first` that no kept checkpoint covers are
+    repeated as well; with `steps`, only these are compared. With `fresh_rollouts`, draws are
+    sampled again from their seeds and weights: all of them, or a share that `seed` chooses. `model`
+    replaces the model that training started from, where it is at another place here. The
+    environment of a pack is another author's code, which runs only with `trust_code`.
 
     Raises NotFound without a chain, and BadRequest for steps that were not recorded and for records
-    that are missing or altered.
+    that are missing, altered or incomplete.
     """
-    repeated = _Replayer(Chain.read(run), model, on_step)
-    return await repeated.run(first, last, fresh_rollouts, fresh_steps)
+    with open_run(run, model=model, trust_code=trust_code) as source:
+        draws = partial(is_chosen, share=share_of_draws, seed=seed) if fresh_rollouts else None
+        return await _Replayer(source, draws, on_step).run(first, last, steps)
 
 
 class _Replayer:
-    def __init__(self, chain: Chain, model: str | None, on_step: OnStep | None) -> None:
-        self._chain = chain
-        self._model = model
+    def __init__(
+        self, source: RunSource, choose: Callable[..., bool] | None, on_step: OnStep | None
+    ) -> None:
+        self._source = source
+        self._chain = chain = source.chain
+        self._choose = choose
         self._on_step = on_step
         self._directory = RunDirectory(chain.directory)
-        self._config = self._config_of(chain.start)
-        self._outcome = Replay(str(chain.directory))
-        # One thread computes all products of the learner, as in a run.
+        if missing := missing_links(chain):
+            writer = chain.start.get("writer", "another program")
+            raise BadRequest(
+                f"{source.name} cannot be repeated: its records, written by {writer}, lack "
+                f"{', '.join(missing)}; `lockstep audit --chain-only` checks what they have",
+                param="run",
+            )
+        self._config = source.config(chain.start)
+        self._environment = source.environment(self._config)
+        self._outcome = Replay(source.name)
+        # Torch runs in one thread, so that the event loop serves the engine's requests.
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="replay")
         self._steps_of_labels = {
             update["label"]: update["step"]
@@ -78,25 +95,19 @@ class _Replayer:
             for update in link.record.get("updates", ())
         }
 
-    def _config_of(self, record: Record) -> TrainConfig:
-        config = TrainConfig.of(record["config"])
-        return config if self._model is None else with_(config, model=self._model)
-
     async def run(
-        self,
-        first: int | None,
-        last: int | None,
-        fresh: bool,
-        fresh_steps: Collection[int] | None,
+        self, first: int | None, last: int | None, only: Collection[int] | None
     ) -> Replay:
         steps, outcome = self._chain.steps, self._outcome
         if not steps:
             raise BadRequest("the run has no recorded step yet", param="run")
+        if only:
+            first, last = min(only), max(only)
         outcome.first = min(steps) if first is None else first
         outcome.last = max(steps) if last is None else last
-        if outcome.first not in steps or outcome.last not in steps or (
-            outcome.first > outcome.last
-        ):  # fmt: skip
+        span = set(range(outcome.first, outcome.last + 1))
+        self._compared = span if only is None else set(only)
+        if not self._compared or not {outcome.first, outcome.last} | self._compared <= set(steps):
             raise BadRequest(
                 f"steps {outcome.first}..{outcome.last} are not recorded: the run has steps "
                 f"{min(steps)} to {max(steps)}",
@@ -105,14 +116,11 @@ class _Replayer:
         outcome.differences += [
             ReplayDifference(0, "chain", "", "whole", why) for why in self._chain.breaks
         ]
-        fresh_of = set(range(outcome.first, outcome.last + 1)) if fresh else set[int]()
-        if fresh_steps is not None:
-            fresh_of &= set(fresh_steps)
         try:
             await self._compare_arithmetic()
             self._compare_inputs()
             with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as scratch:
-                await self._repeat(Path(scratch), fresh_of)
+                await self._repeat(Path(scratch))
         finally:
             self._torch.shutdown()
         return outcome
@@ -120,51 +128,51 @@ class _Replayer:
     # Before the first step
 
     async def _compare_arithmetic(self) -> None:
-        """Decide whether this machine computes the bits of the recorded one."""
-        recorded, outcome = self._chain.start["arithmetic"], self._outcome
+        """Decide whether this machine computes the bits of the recorded ones."""
         own = await self._in_thread(own_plan, self._config)
-        plan = NumericsPlan(**recorded["trainer"])
+        for link in self._chain.links:
+            if link.kind in ("start", "resume") and link.step < self._outcome.last:
+                self._compare_plan(link.record["arithmetic"], own)
+
+    def _compare_plan(self, recorded: Mapping[str, Any], own: NumericsPlan) -> None:
+        outcome, plan = self._outcome, NumericsPlan(**recorded["trainer"])
         why = plan.mismatch(own)
         # A close trainer repeats its own bits on the machine and libraries that it ran on.
         same = plan.to_json() == own.to_json() and recorded["machine"] == fingerprint()
         if why is not None and not same:
             outcome.mode, outcome.reason = "band", why
         elif not plan.is_exact:
-            outcome.notes.append(f"The run was close ({plan.reason}), on a machine like this one.")
+            outcome.note(f"The run was close ({plan.reason}), on a machine like this one.")
 
     def _compare_inputs(self) -> None:
         """Compare model files and code with the recorded ones."""
         start, outcome = self._chain.start, self._outcome
+        files = model_files(self._config.model)
         for name, digest in start["model"].items():
-            outcome.compare(
-                0,
-                "model file",
-                digest[:16],
-                model_files(self._config.model).get(name, "")[:16],
-                name,
-            )
-        environment = load_environment(self._config.env.name, self._config.env.options)
-        here = code_version(environment)
+            if name in files or name not in self._source.left_out:
+                outcome.compare(0, "model file", digest[:16], files.get(name, "")[:16], name)
+            else:
+                outcome.note(f"The model's file {name} was not packed, and is not compared.")
+        here = code_version(self._environment)
         for name, value in start["code"].items():
+            if name == "environment" and self._environment is None:
+                continue
             if (own := here.get(name)) != value:
-                outcome.notes.append(
-                    f"The code differs: {name} was {str(value)[:16]}, here {str(own)[:16]}."
-                )
+                outcome.note(f"The code differs: {name} was {str(value)[:16]}, "
+                             f"here {str(own)[:16]}.")  # fmt: skip
 
     # Steps
 
-    async def _repeat(self, scratch: Path, fresh_of: set[int]) -> None:
+    async def _repeat(self, scratch: Path) -> None:
         outcome, steps = self._outcome, self._chain.steps
-        base = self._base(outcome.first, fresh_of)
+        base = self._base()
         learner = await self._in_thread(self._open, base)
         directories = {base: scratch / f"step-{base}"}
         digests = await self._in_thread(self._save, learner, directories[base])
         self._compare_base(base, digests)
-        rewards = Rewards(
-            self._config, load_environment(self._config.env.name, self._config.env.options)
-        )
+        rewards = Rewards(self._config, self._environment)
         async with AsyncExitStack() as stack:
-            draws = await self._open_draws(fresh_of, stack)
+            draws = await self._open_draws(stack)
             for step in range(base + 1, outcome.last + 1):
                 if step not in steps:
                     raise BadRequest(
@@ -174,37 +182,42 @@ class _Replayer:
                 record = steps[step]
                 contents = self._chain.contents(record["file"])
                 groups = decode_groups(contents)
-                if step >= outcome.first:
+                if step in self._compared:
                     await rewards.check(step, contents, groups, outcome)
-                    if draws is not None and step in fresh_of:
-                        available = {
-                            label: directories[at]
-                            for label, at in self._steps_of_labels.items()
-                            if at in directories
-                        }
-                        await draws.check(step, groups, available, outcome)
+                    if draws is not None:
+                        await draws.check(step, groups, self._by_label(directories), outcome)
                 directories[step] = scratch / f"step-{step}"
                 await self._in_thread(
                     self._learn, learner, record, contents, groups, directories[step]
                 )
-                if step >= outcome.first:
+                if step in self._compared:
                     outcome.steps.append(step)
-                self._drop_unused(directories, step, fresh_of)
+                self._drop_unused(directories, step)
                 if self._on_step is not None:
                     self._on_step(step)
 
-    def _base(self, first: int, fresh_of: set[int]) -> int:
+    def _by_label(self, directories: Mapping[int, Path]) -> dict[str, Path]:
+        labels = self._steps_of_labels
+        return {label: directories[at] for label, at in labels.items() if at in directories}
+
+    @property
+    def _sampled(self) -> set[int]:
+        """The steps whose draws are sampled again."""
+        return self._compared if self._choose is not None else set()
+
+    def _base(self) -> int:
         """Return the step to start from: the newest kept one that covers all needed versions."""
         steps = self._chain.steps
         needed = [
             self._steps_of_labels[label]
-            for step in fresh_of
+            for step in self._sampled
             for label in steps[step]["samples"]["tokens_by_version"]
             if label in self._steps_of_labels
         ]
-        newest = min([first - 1, *needed])
+        newest = min([self._outcome.first - 1, *needed])
         start = int(self._chain.start["step"])
-        usable = self._directory.last_step(newest)
+        readable = self._source.reads_checkpoints
+        usable = self._directory.last_step(newest) if readable else None
         if usable is not None and usable > start:
             return usable
         if start and usable != start:
@@ -221,7 +234,7 @@ class _Replayer:
         config = self._config
         for link in self._chain.links:
             if link.kind == "resume" and link.step < base:
-                config = self._config_of(link.record)
+                config = self._source.config(link.record)
         self._config = config
         if not base:
             return Learner(config, exact=exact)
@@ -235,7 +248,7 @@ class _Replayer:
         """Return the learner of a run that was resumed before `step` with another configuration."""
         for link in self._chain.links:
             if link.kind == "resume" and link.step == step - 1 and link.record["changes"]:
-                self._config = self._config_of(link.record)
+                self._config = self._source.config(link.record)
                 learner = await self._in_thread(self._reopen, learner, directories[step - 1])
         return learner
 
@@ -247,7 +260,7 @@ class _Replayer:
     def _compare_base(self, base: int, digests: Digests) -> None:
         recorded = self._recorded_tensors(base)
         if self._outcome.mode == "bits" or base:
-            self._compare_tensors(base, recorded["weights"], digests["weights"], "weights")
+            compare_tensors(self._outcome, base, recorded["weights"], digests["weights"], "weights")
 
     def _recorded_tensors(self, step: int) -> Digests:
         start, steps = self._chain.start, self._chain.steps
@@ -265,59 +278,24 @@ class _Replayer:
     ) -> None:
         """Repeat one step and compare it with its record."""
         step, outcome = int(record["step"]), self._outcome
-        compared = step >= outcome.first
+        compared = step in self._compared
         clock = Clock(dict(contents["clock"]))
         batch = make_batch(groups, clock, record["now"], self._config, record["max_off_policy"])
         batch = with_(batch, dropped=batch.dropped + record["late"])
         if (teacher := contents["teacher"]) is not None:
-            outcome.listed("logprobs of the teacher", len(teacher))
+            outcome.listed("logprobs of the teacher", len(teacher) if compared else 0)
             pairs = zip(batch.items, teacher, strict=True)
             batch = with_(batch, items=tuple(with_(item, teacher=own) for item, own in pairs))
-        learning = record["learning"]
-        if learning is None:
+        if record["learning"] is None:
             outcome.compare(step, "tokens to learn from", 0, batch.learnt_tokens)
             self._save(learner, directory)
             return
         result = learner.step(batch, step)
-        digests = self._save(learner, directory)
-        if not compared:
-            return
-        own = batch_digests(batch, result.passes)
-        for name, value in record["batch"].items():
-            outcome.compare(step, "batch", value, own.get(name), name)
-        if outcome.mode == "band":
-            self._compare_band(step, learning["metrics"], result.metrics)
-            return
-        for name, value in learning["metrics"].items():
-            outcome.compare(step, name, value, _as_recorded(result.metrics.get(name)))
-        combined = combine(digests)
-        for kind in ("gradients", "optimizer", "weights"):
-            if not outcome.compare(step, kind, learning[kind], combined[kind]):
-                recorded = self._recorded_tensors(step)
-                outcome.differences.pop()
-                self._compare_tensors(step, recorded[kind], digests[kind], kind)
-
-    def _compare_tensors(
-        self, step: int, recorded: Mapping[str, str], own: Mapping[str, str], kind: str
-    ) -> None:
-        """Compare tensors one by one; note the first that differs, and how many do."""
-        outcome = self._outcome
-        differing = [name for name in recorded if recorded[name] != own.get(name)]
-        outcome.digests += 1
-        if differing:
-            name = differing[0]
-            where = f"{name} ({len(differing)} of {len(recorded)} tensors differ)"
-            outcome.differences.append(
-                ReplayDifference(step, kind, where, recorded[name], own.get(name, "no such tensor"))
-            )
-
-    def _compare_band(self, step: int, recorded: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        bound = CLOSE_BOUND[self._config.learner.dtype]
-        for name in IN_BAND:
-            before, now = float(recorded[name]), float(own[name])
-            self._outcome.digests += 1
-            if not abs(before - now) <= bound * max(1.0, abs(before)):
-                self._outcome.differences.append(ReplayDifference(step, name, "", before, now))
+        learnt = result, self._save(learner, directory)
+        if compared:
+            bound = CLOSE_BOUND[self._config.learner.dtype]
+            tensors = partial(self._recorded_tensors, step)
+            compare_step(outcome, record, batch, learnt, tensors, bound)
 
     def _save(self, learner: Learner, directory: Path) -> Digests:
         with TensorDigests(learner.tensors()) as digests:
@@ -326,34 +304,33 @@ class _Replayer:
 
     # Draws
 
-    async def _open_draws(self, fresh_of: set[int], stack: AsyncExitStack) -> Draws | None:
+    async def _open_draws(self, stack: AsyncExitStack) -> Draws | None:
         """Start an engine for fresh rollouts; None where it could not give the recorded bits."""
-        if not fresh_of:
+        if self._choose is None:
             return None
         steps, outcome = self._chain.steps, self._outcome
         workers = self._chain.start["arithmetic"]["workers"]
+        samples = [steps[step]["samples"] for step in self._compared]
         tokens = sum(
-            version["tokens"]
-            for step in fresh_of
-            for version in steps[step]["samples"]["tokens_by_version"].values()
+            version["tokens"] for own in samples for version in own["tokens_by_version"].values()
         )
         if workers is None:
             outcome.listed("tokens sampled by workers that do not report their arithmetic", tokens)
             return None
-        longest = max(steps[step]["samples"]["longest"] for step in fresh_of)
-        model = bundled(self._config.model) or Path(self._config.model)
-        draws = await stack.enter_async_context(Draws(self._config, model, longest))
+        longest = max(own["longest"] for own in samples)
+        model = model_directory(self._config.model)
+        draws = await stack.enter_async_context(Draws(self._config, model, longest, self._choose))
         if (why := NumericsPlan(**workers).mismatch(draws.engine.plan)) is not None:
             outcome.listed(f"tokens sampled in other arithmetic ({why})", tokens)
             return None
         return draws
 
-    def _drop_unused(self, directories: dict[int, Path], step: int, fresh_of: set[int]) -> None:
+    def _drop_unused(self, directories: dict[int, Path], step: int) -> None:
         """Delete repeated checkpoints that no later step needs."""
         steps = self._chain.steps
         needed = {step} | {
             self._steps_of_labels.get(label, -1)
-            for later in fresh_of
+            for later in self._sampled
             if later > step
             for label in steps[later]["samples"]["tokens_by_version"]
         }
@@ -362,8 +339,3 @@ class _Replayer:
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work, *arguments)
-
-
-def _as_recorded(value: Any) -> Any:
-    """Return a number as JSON keeps it: NaN and infinities are text."""
-    return repr(value) if isinstance(value, float) and value - value != 0 else value

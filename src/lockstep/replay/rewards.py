@@ -20,30 +20,32 @@ from lockstep.tokens import Completion
 from lockstep.tokens.errors import Conflict, LockstepError
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.environment import Environment, RolloutContext, Task
-from lockstep.train.learning.batch import Draw, Rollout, RolloutGroup
+from lockstep.train.learning.batch import Draw, RolloutGroup
 from lockstep.train.records.step_contents import encode_reward, encode_task
 from lockstep.train.rollout import rollout_options
 
 
 class Rewards:
-    """The environment of a run, played with recorded completions."""
+    """The environment of a run, played with recorded completions.
 
-    def __init__(self, config: TrainConfig, environment: Environment) -> None:
+    Without an environment, and with one that is not deterministic, rewards are those of the record.
+    """
+
+    def __init__(self, config: TrainConfig, environment: Environment | None) -> None:
         self._config = config
         self._environment = environment
-        self._tasks = enumerate(environment.tasks("train", config.seed))
+        if getattr(environment, "deterministic", False) and environment is not None:
+            self._tasks = enumerate(environment.tasks("train", config.seed))
         serve = config.serve
         self._tokenizer = TokenizerSource(serve.tokenizer or config.model)
-        self.deterministic = bool(getattr(environment, "deterministic", False))
 
     async def check(
         self, step: int, contents: dict[str, Any], groups: Sequence[RolloutGroup], outcome: Replay
     ) -> None:
         """Compare tasks and rewards of a step with those that the environment gives now."""
-        if not self.deterministic:
-            name = f"rewards of the environment {self._config.env.name!r}, which is not declared"
-            count = sum(len(group.rollouts) for group in groups)
-            outcome.listed(f"{name} deterministic", count)
+        if (why := self._why_recorded()) is not None:
+            name = f"rewards of the environment {self._config.env.name!r}"
+            outcome.listed(f"{name}, {why}", sum(len(group.rollouts) for group in groups))
             return
         plain = contents["groups"]
         wanted = {group["number"] for group in plain}
@@ -56,11 +58,21 @@ class Rewards:
             ):
                 continue
             for number, rollout in enumerate(group.rollouts):
-                if rollout.draws:
+                if rollout.draws and self._environment is not None:
                     place = f"{where}, rollout {number}"
-                    await self._check_one(step, task, group, number, place, outcome)
+                    reward = await self._play(self._environment, task, group, number)
+                    outcome.rewards += 1
+                    outcome.compare(step, "reward", encode_reward(rollout.reward), reward, place)
                 else:
                     outcome.listed("rollouts whose program sent its own requests")
+
+    def _why_recorded(self) -> str | None:
+        """Return why rewards are not computed again; None if they are."""
+        if self._environment is None:
+            return "whose code is that of the run's author and was not run (--trust-code runs it)"
+        if not getattr(self._environment, "deterministic", False):
+            return "which is not declared deterministic"
+        return None
 
     def _take(self, wanted: set[int]) -> dict[int, Task]:
         """Return the tasks with these numbers; tasks before them are not needed again."""
@@ -73,26 +85,23 @@ class Rewards:
                 break
         return taken
 
-    async def _check_one(
-        self, step: int, task: Task, group: RolloutGroup, number: int, place: str, outcome: Replay
-    ) -> None:
-        rollout: Rollout = group.rollouts[number]
+    async def _play(
+        self, environment: Environment, task: Task, group: RolloutGroup, number: int
+    ) -> Any:
+        """Return the reward of a rollout as it is recorded, or the message of its error."""
         policy = Policy(
-            RecordedTransport(rollout.draws),
+            RecordedTransport(group.rollouts[number].draws),
             self._config.serve.model or self._config.model,
             self._tokenizer,
             Options(),
         )
-        options = rollout_options(self._config, group.seeds, number)
-        context = RolloutContext(policy, **options)
+        context = RolloutContext(policy, **rollout_options(self._config, group.seeds, number))
         try:
-            reward: Any = encode_reward(await self._environment.rollout(task, context))
+            return encode_reward(await environment.rollout(task, context))
         except LockstepError as error:
-            reward = error.message
+            return error.message
         except Exception as error:  # code of the user
-            reward = f"{type(error).__name__}: {error}"
-        outcome.rewards += 1
-        outcome.compare(step, "reward", encode_reward(rollout.reward), reward, place)
+            return f"{type(error).__name__}: {error}"
 
 
 class RecordedTransport:

@@ -27,14 +27,19 @@ def read_run(config: Path) -> TrainConfig:
     from lockstep.train.config import TrainConfig
 
     run = TrainConfig.read(config)
-    if (here := os.getcwd()) not in sys.path:
-        # Last in the path, so that no file in the working directory shadows a package. Unlike
-        # `python`, a console script does not have that directory in its path.
-        sys.path.append(here)
+    import_from_working_directory()
     if run.serve.admin_token is None and run.serve.admin_token_file is None:
         _, token = find_control_plane(run.serve.admin_url, None, Settings.read())
         run = replace(run, serve=replace(run.serve, admin_token=token))
     return run
+
+
+def import_from_working_directory() -> None:
+    """Let the environment and reward of a run be modules in the working directory."""
+    if (here := os.getcwd()) not in sys.path:
+        # Last in the path, so that no file in the working directory shadows a package. Unlike
+        # `python`, a console script does not have that directory in its path.
+        sys.path.append(here)
 
 
 def parse_changes(arguments: Iterable[str]) -> dict[str, Any]:

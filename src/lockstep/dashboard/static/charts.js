@@ -44,6 +44,8 @@ function chart(data, spec, hovers) {
   const series = spec.series.filter(each => data.series[each.key]);
   if (!series.length) return null;
   const columns = series.map(each => data.series[each.key]);
+  /* the other of two compared runs, at the steps of this one */
+  const others = data.other && !spec.stack ? series.map(each => data.steps.map(step => data.other.series[each.key]?.[data.other.steps.indexOf(step)])) : [];
   const svg = draw("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": spec.title });
   const readout = make("span", { class: "readout" });
   const legend = make("div", { class: "legend" });
@@ -51,7 +53,7 @@ function chart(data, spec, hovers) {
   const odd = columns.flat().filter(value => typeof value === "string").length;
   if (odd) legend.append(make("span", { class: "differs" }, `${odd} values are not finite`));
 
-  const all = finite(columns.flat()), base = H - BOTTOM, zero = spec.log && all.every(value => value === 0);
+  const all = finite(columns.concat(others).flat()), base = H - BOTTOM, zero = spec.log && all.every(value => value === 0);
   const log = spec.log && !zero;
   let low, high, marks, place;
   if (log) {
@@ -81,6 +83,11 @@ function chart(data, spec, hovers) {
     const line = draw("line", { x1: x, x2: x, y1: TOP, y2: base, "stroke-dasharray": "3 3", stroke: back ? "var(--green)" : "var(--red)" });
     line.append(draw("title", {}, event.text)); svg.append(line);
   }
+  const parts = data.other?.parts;
+  if (parts >= first && parts <= last) {
+    const line = draw("line", { x1: xOf(parts), x2: xOf(parts), y1: TOP, y2: base, stroke: "var(--amber)", "stroke-width": 3 });
+    line.append(draw("title", {}, `the runs part at step ${parts}`)); svg.append(line);
+  }
   const path = values => values.map((value, i) => typeof value !== "number" ? "" :
     `${i && typeof values[i - 1] === "number" ? "L" : "M"}${xOf(data.steps[i]).toFixed(1)},${place(value).toFixed(1)}`).join("");
   if (zero) svg.append(draw("text", { class: "zero halo", x: (W + LEFT) / 2, y: base / 2 + 4, "text-anchor": "middle" }, equality(data).all ? "exactly 0" : "0"),
@@ -92,6 +99,7 @@ function chart(data, spec, hovers) {
       svg.append(draw("rect", { x: Math.min(Math.max(xOf(step) - width / 2, LEFT), W - RIGHT - width), y, width, height: Math.max(0, place(sum) - y), fill: `var(--${each.color})` }));
       sum += value; }); });
   } else series.forEach((each, k) => {
+    if (others[k]) svg.append(draw("path", { class: "other", d: path(others[k]), fill: "none", stroke: `var(--${each.color})`, "stroke-width": 1, opacity: .7 }));
     if (spec.band && data.series[spec.band]) {
       const up = columns[k].map((value, i) => value + data.series[spec.band][i]);
       const down = columns[k].map((value, i) => value - data.series[spec.band][i]);
@@ -140,6 +148,17 @@ export function drawTable(table, data) {
 }
 
 /* Updates as bars whose height is their pause, above the lanes of the workers. */
+/* One mark per recorded step: audited, differing, or recorded only. */
+export function drawChain(container, chain) {
+  if (!chain) { container.replaceChildren(make("p", {}, "This run has no chain: it was written by an older version, or not by `lockstep train`.")); return; }
+  const count = mark => chain.steps.filter(each => each.mark === mark).length, differs = count("differs");
+  container.replaceChildren(
+    make("ul", { class: "facts" }, ...[`${chain.records} records`, `head ${chain.head}`, `arithmetic ${chain.fingerprint || "not recorded"}${chain.mode ? ` (${chain.mode})` : ""}`,
+      chain.key ? `signed by ${chain.key}` : "not signed", `${count("audited")} of ${chain.steps.length} steps audited`, ...(differs ? [`${differs} differ`] : [])].map(text => make("li", {}, text))),
+    ...chain.breaks.map(text => make("p", { class: "differs" }, text)),
+    make("div", { class: "links", role: "img", "aria-label": "Records of the steps" }, ...chain.steps.map(each => make("span", { class: `link ${each.mark}`, title: `step ${each.step}: ${each.mark}, record ${each.digest}` }))));
+}
+
 export function drawLanes(container, data) {
   const width = 1130, left = 74, right = 14, bars = 118, lane = 38, lanes = data.lanes;
   const height = bars + 16 + lanes.length * lane + 30;

@@ -1,5 +1,5 @@
 /* A running training run: the curves, lanes and conversations of its report. */
-import { drawCharts, drawLanes, drawTable, equality } from "./charts.js";
+import { drawChain, drawCharts, drawLanes, drawTable, equality } from "./charts.js";
 import { clock, make, show } from "./dom.js";
 import { tile } from "./fleet.js";
 import { read, state } from "./state.js";
@@ -22,7 +22,7 @@ export class TrainingView {
   empty(title, ...text) { this.frame = null; this.root.replaceChildren(make("h1", {}, title), make("div", { class: "card empty" }, ...text)); }
 
   async load() {
-    const { about, curves } = await read("run");
+    const { about, curves, chain } = await read("run");
     if (!curves) { this.empty(state.run.name, "The run has not finished its first step yet."); return; }
     if (!this.frame) this.build();
     const last = curves.steps.length - 1, of = name => curves.series[name]?.[last];
@@ -36,7 +36,7 @@ export class TrainingView {
       tile("Entropy", show(of("entropy")), "of the last step"),
       tile("Versions behind", show(of("off_policy")), `mean; most ${show(of("off_policy_max"))}`),
       tile("Step time", show(of("time/step"), " s"), `pause ${show((of("pause_seconds") ?? 0) * 1000, " ms")}`));
-    drawCharts(this.charts, curves); drawLanes(this.lanes, curves); drawTable(this.table, curves);
+    drawCharts(this.charts, curves); drawLanes(this.lanes, curves); drawChain(this.links, chain); drawTable(this.table, curves);
     this.events.replaceChildren(...curves.events.slice(-12).map(event => make("li", {}, make("time", {}, `${event.at.toFixed(1)} s`), " ", event.text)));
     if (this.follows) await this.samples(null);
   }
@@ -44,13 +44,13 @@ export class TrainingView {
   build() {
     this.frame = true; this.follows = true;
     this.title = make("h1"); this.facts = make("ul", { class: "facts" }); this.tiles = make("section", { class: "tiles five" });
-    this.charts = make("section", { class: "charts" }); this.lanes = make("section", { class: "card chart" }); this.table = make("table");
+    this.charts = make("section", { class: "charts" }); this.lanes = make("section", { class: "card chart" }); this.links = make("section", { class: "card chart" }); this.table = make("table");
     this.events = make("ol", { class: "events" });
     this.tokens = new TokenView();
     this.select = make("select", { "aria-label": "Step" }); this.select.onchange = () => { this.follows = this.select.selectedIndex === this.select.options.length - 1; this.samples(this.select.value); };
     this.list = make("ul", { class: "list", "aria-label": "Conversations" });
     this.root.replaceChildren(this.title, this.facts, this.tiles, this.charts, make("details", {}, make("summary", {}, "The same as a table"), make("div", { class: "scroll card" }, this.table)),
-      make("h2", {}, "Updates and workers"), this.lanes, this.events, make("h2", {}, "Token by token"),
+      make("h2", {}, "Updates and workers"), this.lanes, this.events, make("h2", {}, "The chain"), this.links, make("h2", {}, "Token by token"),
       make("section", { class: "card reader run" }, make("div", { class: "controls" }, make("label", {}, "Step ", this.select), this.tokens.controls), make("div", { class: "pane" }, this.list, this.tokens.stream, this.tokens.detail)));
   }
 

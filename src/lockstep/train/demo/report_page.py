@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lockstep.dashboard.chain_view import chain_view
 from lockstep.dashboard.run_view import curves, pack, shown_events
 from lockstep.dashboard.static_files import shared_script, shared_style
 from lockstep.run_record import Row, Run, Summary, describe, figure
@@ -28,21 +30,33 @@ HONEST = (
 BUNDLED = ("tiny", "tiny-moe")
 
 
-def write_report(directory: str | Path, path: str | Path | None = None) -> Path:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Another run whose curves are drawn beside those of a report, and where the two part."""
+
+    name: str
+    run: Run
+    step: int | None
+    divergence: str
+
+
+def write_report(
+    directory: str | Path, path: str | Path | None = None, compared: Compared | None = None
+) -> Path:
     """Write the report of the run in `directory` and return its path.
 
         write_report("runs/reverse")
 
-    `path` defaults to report.html in the directory.
+    `path` defaults to report.html in the directory. With `compared`, curves show both runs.
     """
     target = Path(path) if path is not None else Path(directory) / "report.html"
-    page = render(Run.read(directory))
+    page = render(Run.read(directory), chain_view(directory), compared)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page, "utf-8")
     return target.resolve()
 
 
-def render(run: Run) -> str:
+def render(run: Run, chain: Row | None = None, compared: Compared | None = None) -> str:
     """Return the page. Text of the run is escaped, or embedded as JSON that is never HTML."""
     summary = run.summary()
     template = files("lockstep.train.demo").joinpath("report_page.html").read_text("utf-8")
@@ -55,7 +69,8 @@ def render(run: Run) -> str:
         "<!--tiles-->": "".join(_tiles(run, summary)),
         "<!--events-->": _events(run),
         "<!--config-->": _config(run.about),
-        "<!--data-->": _script(_payload(run)),
+        "<!--compared-->": _compared(compared),
+        "<!--data-->": _script({**_payload(run), "chain": chain, "other": _other(compared)}),
     }
     for mark, part in parts.items():
         before, match, after = template.partition(mark)
@@ -68,6 +83,24 @@ def render(run: Run) -> str:
 def task_of(run: Run) -> str:
     """Return the name of the task, from the configuration of the run or its samples."""
     return str(run.about.get("env") or (run.samples or [{}])[0].get("env") or "training run")
+
+
+def _compared(compared: Compared | None) -> str:
+    if compared is None:
+        return ""
+    text = (
+        f"Thin lines are those of {compared.name}. The runs part at the thick line, "
+        f"{compared.divergence}."
+    )
+    return f"<p>{escape(text)}</p>"
+
+
+def _other(compared: Compared | None) -> Row | None:
+    """Return the curves of the other run, and the step at which the runs part."""
+    if compared is None:
+        return None
+    drawn = curves(compared.run)
+    return {"steps": drawn["steps"], "series": drawn["series"], "parts": compared.step}
 
 
 def _headline(run: Run, summary: Summary, title: str) -> str:

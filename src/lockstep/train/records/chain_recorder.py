@@ -188,7 +188,7 @@ class ChainRecorder:
         return self._writer.write_file(f"tensors-{step}.json.gz", msgspec.json.encode(digests))
 
 
-def code_version(environment: Environment) -> dict[str, str | None]:
+def code_version(environment: Environment | None) -> dict[str, str | None]:
     """Return what identifies the code of a run: versions, and digests of sources.
 
     `source` covers every module of this package, `environment` the module of the environment.

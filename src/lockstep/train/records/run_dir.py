@@ -101,7 +101,7 @@ class RunDirectory:
         Both are read in full: after a power cut a file may be incomplete. Steps after `recorded`,
         the last step in the chain, do not count.
         """
-        for step in sorted(self._steps(), reverse=True):
+        for step in sorted(self.steps(), reverse=True):
             if recorded is not None and step > recorded:
                 continue
             directory = self.checkpoint(step)
@@ -121,7 +121,7 @@ class RunDirectory:
         """Delete what was written after `step`; return whether the metrics of `step` exist."""
         steps = self._cut(METRICS, step)
         self._cut(SAMPLES, step)
-        for later in self._steps():
+        for later in self.steps():
             if later > step:
                 shutil.rmtree(self.checkpoint(later))
                 (self._states / f"step-{later}.pt").unlink(missing_ok=True)
@@ -145,11 +145,12 @@ class RunDirectory:
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints."""
-        for step in sorted(self._steps())[:-keep]:
+        for step in sorted(self.steps())[:-keep]:
             shutil.rmtree(self.checkpoint(step))
             (self._states / f"step-{step}.pt").unlink(missing_ok=True)
 
-    def _steps(self) -> list[int]:
+    def steps(self) -> list[int]:
+        """Return the steps with a checkpoint."""
         if not self.checkpoints.is_dir():
             return []
         matches = (_STEP.fullmatch(path.name) for path in self.checkpoints.iterdir())

@@ -13,15 +13,24 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.output import print_json
+from lockstep.cli.training.run_config import import_from_working_directory
 from lockstep.progress import Progress
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.exit_codes import FAILED
 
-RunArgument = Annotated[Path, typer.Argument(help="Run directory.")]
+COLOURS = {"DIFFERS": "red", "! ": "red", "- ": "red", "+ ": "green", "@@": "cyan"}
+"""Colours of lines by how they start."""
+RunArgument = Annotated[Path, typer.Argument(help="Run directory, or file of `lockstep pack`.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ModelOption = Annotated[
     str | None,
     typer.Option(help="Model that training started from, where it is at another place here."),
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code", help="For a pack: run the code of its environment, which its author chose."
+    ),
 ]
 
 
@@ -37,6 +46,7 @@ def replay(
         ),
     ] = False,
     model: ModelOption = None,
+    trust_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Repeat recorded steps and compare them with their records.
@@ -49,11 +59,13 @@ def replay(
     """
     from lockstep.replay.replayer import replay as repeat
 
+    import_from_working_directory()
     first, last = _parse_steps(steps)
     with Progress("Replaying", visible=not as_json) as progress:
         outcome = asyncio.run(
             repeat(
                 run, first=first, last=last, fresh_rollouts=fresh_rollouts, model=model,
+                trust_code=trust_code,
                 on_step=lambda step: progress.say(f"step {step}"),
             )
         )  # fmt: skip
@@ -75,8 +87,8 @@ def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print sentences, with differences in red."""
+    """Print sentences, with differences in red, and the lines of a diff in its colours."""
     console = Console(highlight=False)
     for line in lines:
-        colour = "red" if line.startswith("DIFFERS") else None
+        colour = next((own for mark, own in COLOURS.items() if line.startswith(mark)), None)
         console.print(escape(line), style=colour, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Commands on recorded runs: replay, bisect, audit and pack."""
