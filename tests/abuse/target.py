@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,11 +138,14 @@ def until_closed(sock: socket.socket) -> bytes:
 class Target:
     """A `lockstep serve` process with one worker."""
 
-    def __init__(self) -> None:
-        limits = [word for limit in LIMITS for word in ("--limit", limit)]
-        worker = ["--max-model-len", "1024", "--arithmetic", "close", *limits]
+    def __init__(
+        self, limits: Sequence[str] = LIMITS, in_flight: int | None = 4, **environ: str
+    ) -> None:
+        limiting = [word for limit in limits for word in ("--limit", limit)]
+        worker = ["--max-model-len", "1024", "--arithmetic", "close", *limiting]
         command = [sys.executable, "-m", "lockstep", "serve", "tiny", "--json", "--port", "0",
-                   "--admin-port", "0", "--sessions", "memory", "--max-in-flight", "4", *limits,
+                   "--admin-port", "0", "--sessions", "memory", *limiting,
+                   *(() if in_flight is None else ("--max-in-flight", str(in_flight))),
                    "--worker-args", " ".join(worker)]  # fmt: skip
         clean = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115
@@ -151,7 +154,7 @@ class Target:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**clean, "LOCKSTEP_ADMIN_TOKEN": TOKEN},
+            env={**clean, "LOCKSTEP_ADMIN_TOKEN": TOKEN, **environ},
         )
         line = self.process.stdout.readline() if self.process.stdout else ""
         if not line:

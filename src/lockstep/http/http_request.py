@@ -17,10 +17,12 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from lockstep.http.off_loop import (
+    HUGE_BODY_ITEMS,
     LIGHT_BODY_BYTES,
     LIGHT_BODY_VALUES,
     SMALL_BODY_BYTES,
     off_loop,
+    paced,
 )
 from lockstep.protocol.json.strict import RequestLimits, check_shape, rough_values
 from lockstep.tokens.errors import BadRequest, TooLarge
@@ -144,7 +146,10 @@ async def read_body(request: Request, decode: Callable[[bytes], T], limits: Requ
         size <= LIGHT_BODY_BYTES and _rough(pieces) <= LIGHT_BODY_VALUES
     ):
         return _decoded(pieces, decode, limits)
-    return await off_loop(True, _checked, pieces, decode, limits)
+    items = sum(piece.count(b",") for piece in pieces)
+    if items > HUGE_BODY_ITEMS:
+        return await paced(_checked, pieces, decode, limits, items)
+    return await off_loop(True, _checked, pieces, decode, limits, items)
 
 
 async def read_pieces(
@@ -194,11 +199,14 @@ def _rough(pieces: list[bytes]) -> int:
     return sum(map(rough_values, pieces))
 
 
-def _checked(pieces: list[bytes], decode: Callable[[bytes], T], limits: RequestLimits) -> T:
-    commas = sum(piece.count(b",") for piece in pieces)
-    if commas > limits.items or _rough(pieces) > limits.values:
+def _checked(
+    pieces: list[bytes], decode: Callable[[bytes], T], limits: RequestLimits, items: int
+) -> T:
+    body = b"".join(pieces)
+    limits.check_id_lists(body, items)
+    if items > limits.items or _rough(pieces) > limits.values:
         check_shape(pieces, limits)
-    return _decoded(pieces, decode, limits)
+    return _decoded([body], decode, limits)
 
 
 def _decoded(pieces: list[bytes], decode: Callable[[bytes], T], limits: RequestLimits) -> T:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import islice
+from time import monotonic, sleep, thread_time
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -34,6 +35,9 @@ LARGE_JSON_BYTES = 256 << 10
 SMALL_BODY_BYTES, LIGHT_BODY_BYTES, LIGHT_BODY_VALUES = 64 << 10, 1 << 20, 8192
 """A request body is decoded on the loop up to the first size, and up to the second one if it holds
 no more values than this: long text decodes fast, many small objects do not."""
+HUGE_BODY_ITEMS, REST = 65_536, 3
+"""Comma-separated items of a body that is decoded by the paced thread, and for how many times its
+CPU time that thread then rests: such bodies take at most a quarter of the interpreter's time."""
 LARGE_RESPONSE_ENTRIES = 4096
 """Logprob entries (tokens and their alternatives) that a response writes."""
 LONG_COMPLETION_TOKENS = 2000
@@ -54,6 +58,13 @@ async def off_loop(large: bool, work: Callable[P, T], *args: P.args, **kwargs: P
         return work(*args, **kwargs)
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_threads(), partial(work, *args, **kwargs))
+
+
+async def paced(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return the result of `work`, which runs in the thread that takes its time between calls."""
+    loop = asyncio.get_running_loop()
+    pace = _pace()
+    return await loop.run_in_executor(pace.thread, pace.run, partial(work, *args, **kwargs))
 
 
 def is_large_json(size: int) -> bool:
@@ -103,3 +114,31 @@ def _json_size(value: object) -> int:
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="lockstep-work")
+
+
+class Pace:
+    """One thread for calls that hold the interpreter for milliseconds, such as decoding two million
+    ids.
+
+    After each call it rests for REST times the CPU time of the call. An engine takes the
+    interpreter back after every operation, some fifty times in a step: beside calls that follow
+    each other closely, each step of it would take fifty times as long as a call.
+    """
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-paced")
+        self._rested = 0.0
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, once the rest after the call before is over."""
+        sleep(max(0.0, self._rested - monotonic()))
+        begun = thread_time()
+        try:
+            return work()
+        finally:
+            self._rested = monotonic() + REST * (thread_time() - begun)
+
+
+@cache
+def _pace() -> Pace:
+    return Pace()
