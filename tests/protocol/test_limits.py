@@ -135,3 +135,21 @@ def test_repeated_ids_are_dropped() -> None:
     fields, _ = decode_relayed(msgspec.json.encode({"token_ids": [1], "sampling_params": params}))
     assert fields.sampling().allowed_token_ids == (7, 8)
     assert fields.sampling().stop_token_ids == (3,)
+
+
+def test_lists_of_ids_are_counted_without_decoding() -> None:
+    """Whatever the dialect, and however the body is spelt."""
+    many = LIMITS.allowed_token_ids + 1
+    for body in (
+        b'{"sampling_params": {"allowed_token_ids" :\n [' + b"7," * (many - 1) + b"7]}}",
+        b'{"required_prefix_token_ids":[' + b"7," * LIMITS.required_prefix_token_ids + b"7]}",
+        b'{"allowed_token_ids":[7],"allowed_token_ids":[' + b"7," * many,
+    ):
+        with pytest.raises(BadRequest, match="--limit") as refused:
+            LIMITS.check_id_lists(body, body.count(b","))
+        assert str(refused.value.param).endswith("_token_ids")
+    # A prompt of many ids, a list that is just within the limit, and text that looks like a list.
+    inside = b'{"allowed_token_ids":[' + b"7," * (many - 2) + b"7]"
+    text = msgspec.json.encode('"allowed_token_ids":[' + "7," * many)
+    for body in (b'{"prompt":[' + b"7," * many * 8 + b"7]}", inside + b"}", b'{"a":' + text + b"}"):
+        LIMITS.check_id_lists(body, body.count(b","))
