@@ -23,6 +23,7 @@ WRITING = ".writing"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PROBE = "probe.safetensors"
+GENERATION_CONFIG = "generation_config.json"
 WRITTEN = (
     "model*.safetensors",
     "rank-*.json",

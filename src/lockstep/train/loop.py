@@ -12,12 +12,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.chain.records import last_recorded_step
 from lockstep.client.policy import Policy, connect
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import Conflict, LockstepError, VersionUnavailable
+from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.agent_session import agent_sessions
 from lockstep.train.envs.environment import Environment, Task, load_environment
@@ -31,10 +32,12 @@ from lockstep.train.records.chain_recorder import ChainRecorder
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.sinks import Sinks, check_sinks
 from lockstep.train.records.step_metrics import Evaluation, RunResult, StepMetrics
-from lockstep.train.records.tensor_digests import TensorDigests
 from lockstep.train.retry import RetryPolicy
 from lockstep.train.rollout import RolloutRunner
 from lockstep.train.steps import OnStep, StepRunner
+
+if TYPE_CHECKING:
+    from lockstep.train.ranks.rank_group import RankGroup
 
 T = TypeVar("T")
 
@@ -60,8 +63,11 @@ class Trainer:
         resume: bool = False,
         changes: Collection[str] = (),
         sign: Path | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """`sign` names the PEM file of an ed25519 key that signs the records of the run."""
+        """`sign` names the PEM file of an ed25519 key that signs the records of the run. `ranks`
+        are those that learn together; this process is rank 0 of them.
+        """
         self.config = config
         self.directory = RunDirectory(config.run_dir)
         self._url = policy_url or config.serve.url
@@ -73,6 +79,7 @@ class Trainer:
         # Torch runs in one thread of its own, so that the event loop stays free for rollouts.
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._sign = sign
+        self._ranks = ranks
 
     async def run(self, on_step: OnStep | None = None) -> RunResult:
         """Train to the last step and evaluate. Raises errors that retrying did not resolve.
@@ -137,7 +144,7 @@ class Trainer:
         """Decide from the numerics of trainer and workers whether this run is exact."""
         cards = await self._retry.call("models", lambda _: self._policy.models())
         card = base_card(cards, self.config.serve.model)
-        trainer = await self._in_thread(own_plan, self.config)
+        trainer = await self._in_thread(self._own_plan)
         workers = None if card is None else card.numerics
         return Exactness.between(trainer, workers, self.config.learner)
 
@@ -157,6 +164,7 @@ class Trainer:
             self.directory.write_run(
                 config=self.config.to_dict(), seed=self.config.seed, model=self.config.model,
                 env=self.config.env.name, started=time(),
+                ranks=1 if self._ranks is None else self._ranks.count,
             )  # fmt: skip
             self._record_exactness(exactness)
             self._open_sinks(stack)
@@ -172,15 +180,12 @@ class Trainer:
         reported = self.directory.rewind(step)
         self._open_sinks(stack)
         learner = await self._open_steps(exactness, step, on_step)
-        state = self.directory.load_state(step)
-        learner.load_state(state)
+        state = await self._in_thread(learner.load_step, self.directory, step)
         self._steps.clock = Clock(dict(state["versions"]))
         self._steps.played = state.get("played", step * self.config.rollout.groups)
         self._publisher.suffix = state["suffix"]
-        with TensorDigests(learner.tensors()) as digests:
-            self._recorder.resume(
-                step, exactness, changes, digests.collect(self.directory.checkpoint(step))
-            )
+        digests = await self._in_thread(learner.digests, self.directory.checkpoint(step))
+        self._recorder.resume(step, exactness, changes, digests)
         self.directory.event("resume", step=step)
         self._record_exactness(exactness)
         published = await self._steps.publish(step)
@@ -226,9 +231,7 @@ class Trainer:
     ) -> Learner:
         """Create the step runner and its learner, with the weights of `step` or the model's."""
         weights = None if step is None else self.directory.checkpoint(step)
-        learner = await self._in_thread(
-            lambda: Learner(self.config, exact=exactness.is_exact, weights=weights)
-        )
+        learner = await self._in_thread(self._open_learner, exactness.is_exact, weights)
         self._steps = StepRunner(
             config=self.config, directory=self.directory, learner=learner,
             publisher=self._publisher, exactness=exactness, policy=self._policy,
@@ -236,6 +239,20 @@ class Trainer:
             recorder=self._recorder,
         )  # fmt: skip
         return learner
+
+    def _own_plan(self) -> NumericsPlan:
+        if self._ranks is None:
+            return own_plan(self.config)
+        from lockstep.train.ranks.leader import shared_plan
+
+        return shared_plan(self.config, self._ranks)
+
+    def _open_learner(self, exact: bool, weights: Path | None) -> Learner:
+        if self._ranks is None:
+            return Learner(self.config, exact=exact, weights=weights)
+        from lockstep.train.ranks.leader import LeadingLearner
+
+        return LeadingLearner.open(self.config, exact=exact, weights=weights, ranks=self._ranks)
 
     def _record_exactness(self, exactness: Exactness) -> None:
         numerics = exactness.to_json()

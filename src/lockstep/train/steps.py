@@ -28,7 +28,7 @@ from lockstep.train.records.chain_recorder import ChainRecorder
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.sinks import Sinks
 from lockstep.train.records.step_metrics import StepMetrics, nothing_learnt, step_metrics
-from lockstep.train.records.tensor_digests import Digests, TensorDigests
+from lockstep.train.records.tensor_digests import Digests
 from lockstep.train.records.transcript import transcripts
 
 OnStep = Callable[[StepMetrics], None]
@@ -230,12 +230,11 @@ class StepRunner:
         and checkpoint are synced to disk after they were published: workers read them from the
         page cache, and the next rollouts do not wait for the disk.
         """
-        with put_off_syncs() as unsynced, TensorDigests(self.learner.tensors()) as digests:
-            # In this order: when the checkpoint is stable, everything needed to resume exists.
-            self.directory.save_state(
+        with put_off_syncs() as unsynced:
+            digests = self.learner.save_step(
+                self.directory,
                 step,
                 {
-                    **self.learner.state(),
                     "step": step,
                     "versions": dict(self.clock.steps),
                     "played": self.played,
@@ -243,9 +242,7 @@ class StepRunner:
                     "metrics": None if draft is None else draft.to_json(),
                 },
             )
-            checkpoint = self.directory.checkpoint(step)
-            self.learner.save(checkpoint, f"step-{step}")
-            record(digests.collect(checkpoint))
+            record(digests)
         self._unsynced = unsynced
 
     async def publish(self, step: int) -> Published:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.output import print_json
+from lockstep.cli.training.ranks import RankPlace, resume_hint, start_ranks
 from lockstep.cli.training.run_config import parse_changes, read_run
 from lockstep.progress import Progress
-from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.errors import BadRequest, Unavailable
 from lockstep.tokens.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -61,6 +63,14 @@ def train(
             help="Sign every record of the run's chain with this ed25519 key.",
         ),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train on so many processes of this machine, which share out the model (FSDP2): "
+            "one per GPU with learner.device cuda. On several machines, use torchrun instead.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON line for each step and one for the result."),
@@ -78,6 +88,11 @@ def train(
     Exit codes: 0 the run ended, 1 an environment raised, 2 the command is wrong or --exact was not
     possible, 75 it cannot start or continue now, 130 it was stopped by Ctrl-C.
     """
+    place = RankPlace.read()
+    if place is not None:
+        place.check(ranks)
+        if place.rank:
+            return place.follow()
     from lockstep.train import Trainer
     from lockstep.train.demo.report_page import write_report
     from lockstep.train.records.sinks import check_sinks
@@ -97,8 +112,11 @@ def train(
         run = replace(run, env=replace(run.env, name=env, options=options))
     if track:
         run = replace(run, sinks=(*run.sinks, *check_sinks(track)))
-    trainer = Trainer(run, resume=resume, changes=changes, sign=sign)
-    with Progress("Training", run.loop.steps, visible=not as_json) as progress:
+    again = resume_hint(config, ranks or 1)
+    if place is None and ranks is not None and ranks > 1:
+        raise SystemExit(start_ranks(ranks, again, run.run_dir))
+    lead = nullcontext() if place is None else place.lead()
+    with lead as group, Progress("Training", run.loop.steps, visible=not as_json) as progress:
 
         def on_step(metrics: StepMetrics) -> None:
             progress.say(_figures(metrics))
@@ -109,7 +127,7 @@ def train(
                 sys.stdout.write(f"step {metrics.step}/{run.loop.steps}  {_figures(metrics)}\n")
                 sys.stdout.flush()
 
-        again = f"`lockstep train {config} --resume` continues from the last checkpoint"
+        trainer = Trainer(run, resume=resume, changes=changes, sign=sign, ranks=group)
         try:
             result = asyncio.run(trainer.run(on_step))
         except KeyboardInterrupt:
@@ -117,6 +135,9 @@ def train(
             raise SystemExit(INTERRUPTED) from None
         except OSError as error:
             error.add_note(f"the run directory is {run.run_dir}; once that is fixed, {again}")
+            raise
+        except Unavailable as error:
+            error.add_note(again)
             raise
     _end(result, write_report(result.run_dir), as_json)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.files import write_whole
-from lockstep.checkpoint.manifest import PROBE
+from lockstep.checkpoint.manifest import GENERATION_CONFIG, PROBE
 from lockstep.checkpoint.probe import THOROUGH, Probe, builtin
 from lockstep.checkpoint.sliced_writer import (
     RANK_SECONDS,
@@ -37,7 +37,6 @@ from lockstep.engine.sharded.ranks import Ranks
 from lockstep.engine.weights.published import computed_dtype
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 
-GENERATION_CONFIG = "generation_config.json"
 Score = Callable[[list[list[int]]], Sequence[Sequence[float]]]
 """Returns the logprob of each token after the first of each sequence. All ranks call it at once."""
 

@@ -60,6 +60,16 @@ def is_sharded(model: Any) -> bool:
     )
 
 
+def own_rows(model: Any) -> list[Tensor]:
+    """Return what this rank has of each parameter, in the memory that it is trained in."""
+    gather_again(model)
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return [
+        own.detach().to_local() if tensors and isinstance(own, tensors.DTensor) else own.detach()
+        for own in model.parameters()
+    ]
+
+
 def gather_again(model: Any) -> None:
     """Drop gathered parameters: the model has its slices again, and gathers the current weights in
     the next forward pass.

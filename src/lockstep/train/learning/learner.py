@@ -6,8 +6,8 @@ In exact mode its logprobs equal those of an engine with the same weights, bit f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lockstep.engine.numerics.block_shapes import row_multiple
 from lockstep.engine.options import EngineOptions
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
 from lockstep.engine.text.grammars import Grammars
+from lockstep.engine.weights.load_model import load_model
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from lockstep.tokens.numerics import NumericsPlan
@@ -40,6 +41,8 @@ from lockstep.train.learning.teacher import reverse_kl, teacher_advantages
 from lockstep.train.losses.corrections import correct
 from lockstep.train.losses.ratio import Ratio
 from lockstep.train.losses.reference_kl import reference_kl
+from lockstep.train.records.run_dir import RunDirectory
+from lockstep.train.records.tensor_digests import Digests, TensorDigests
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,16 @@ class LearntPass:
     kept_counts: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """The figures of a pass whose gradients were added: those of `LearntPass`, and its metrics."""
+
+    loss: float
+    logprobs: list[float]
+    kept_counts: list[int]
+    tally: Tally = field(default_factory=Tally)
+
+
 class Learner:
     """A transformers causal LM under AdamW, trained in full or through LoRA.
 
@@ -81,7 +94,7 @@ class Learner:
         self.model = self._load(weights)
         self._plan = config.loss_plan
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = Optimizer(trained, learner)
+        self._optimizer = self._new_optimizer(trained)
         self._trained = trained
         replay = ExpertReplay(self.model) if _is_moe(self.model) else None
         if replay and learner.replay_experts and config.rollout.experts is False:
@@ -104,17 +117,15 @@ class Learner:
         # tell new weights from old, and show how closely each worker follows.
         remember(self.model)
 
-    def _load(self, weights: Path | None) -> Any:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+    def _new_optimizer(self, trained: Sequence[Tensor]) -> Optimizer:
+        return Optimizer(trained, self._config.learner)
 
-        logging.disable_progress_bar()  # a bar per saved step would hide the run's own output
+    def _load(self, weights: Path | None) -> Any:
         learner = self._config.learner
         base = _model_directory(self._config)
         if weights is not None and not learner.lora_rank:
             base = weights
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, learner.dtype))
-        model = model.to(learner.device).train()
+        model = load_model(base, getattr(torch, learner.dtype)).to(learner.device).train()
         if learner.lora_rank:
             model = self._with_adapter(model, weights)
         return exact.prepare(model) if self.exact else model
@@ -176,16 +187,23 @@ class Learner:
         self._optimizer.zero_grad()
         logprobs = [[0.0] * len(item.sample.token_ids) for item in batch.items]
         passes = self._scorer.passes(batch.items)
-        for indices in passes:
+
+        def learn_pass(indices: Sequence[int]) -> PassResult:
+            """Add the gradients of one pass."""
             items = [batch.items[at] for at in indices]
-            positions = [sampled_at(item) for item in items]
-            learnt = self._learn(items, positions, tally)
+            result_tally = Tally()
+            learnt = self._learn(items, [sampled_at(item) for item in items], result_tally)
             (learnt.loss * (self._optimizer.scale / total)).backward()
-            loss_sum += float(learnt.loss.detach())
-            values = iter(learnt.trainer_N.tolist())
-            for at, tokens, own in zip(indices, positions, learnt.kept_counts, strict=True):
+            loss = float(learnt.loss.detach())
+            return PassResult(loss, learnt.trainer_N.tolist(), learnt.kept_counts, result_tally)
+
+        for indices, result in zip(passes, self._run_passes(passes, learn_pass), strict=True):
+            loss_sum += result.loss
+            tally.merge(result.tally)
+            values = iter(result.logprobs)
+            for at, own in zip(indices, result.kept_counts, strict=True):
                 kept_counts[at] = own
-                for token in tokens:
+                for token in sampled_at(batch.items[at]):
                     logprobs[at][token] = next(values)
         if self._plan.rejected == "leave":
             total = self._rescale_gradients(total, kept_counts)
@@ -193,6 +211,12 @@ class Learner:
         if self._plan.corrections:
             metrics |= {"tokens_learnt": sum(counted), "tokens_kept": sum(kept_counts)}
         return StepOutcome(metrics, logprobs, tuple(map(tuple, passes))), tally
+
+    def _run_passes(
+        self, passes: Sequence[list[int]], learn_pass: Callable[[Sequence[int]], PassResult]
+    ) -> list[PassResult]:
+        """Return the results of all passes, in order; their gradients are added in this order."""
+        return [learn_pass(indices) for indices in passes]
 
     def _rescale_gradients(self, total: float, kept_counts: list[int]) -> float:
         """Divide the gradients by what the tokens count that were not rejected, instead of `total`.
@@ -278,6 +302,29 @@ class Learner:
         return logprobs
 
     # Checkpoints and state
+
+    def save_step(self, directory: RunDirectory, step: int, facts: Mapping[str, Any]) -> Digests:
+        """Write the state with the `facts` of the run, then the checkpoint of the step.
+
+        Return the digests of what the step left behind. When the checkpoint is stable, everything
+        needed to resume exists.
+        """
+        with TensorDigests(self.tensors()) as digests:
+            directory.save_state(step, {**self.state(), **facts})
+            checkpoint = directory.checkpoint(step)
+            self.save(checkpoint, f"step-{step}")
+            return digests.collect(checkpoint)
+
+    def load_step(self, directory: RunDirectory, step: int) -> dict[str, Any]:
+        """Load the state of a step; return it with the facts of the run."""
+        state = directory.load_state(step)
+        self.load_state(state)
+        return state
+
+    def digests(self, checkpoint: Path) -> Digests:
+        """Return the digests of the tensors, whose weights were saved to `checkpoint`."""
+        with TensorDigests(self.tensors()) as digests:
+            return digests.collect(checkpoint)
 
     def save(self, directory: Path, version: str) -> None:
         """Write a checkpoint, or the adapter, with a probe; it is stable when this returns."""

@@ -46,6 +46,9 @@ class Optimizer:
         if self._is_half:
             for own, copy in zip(self._parameters, self._trained, strict=True):
                 copy.grad = None if own.grad is None else own.grad.float() / self.scale
+        return self._limit_norm()
+
+    def _limit_norm(self) -> float:
         return float(torch.nn.utils.clip_grad_norm_(self._trained, self._max_norm))
 
     def lower_scale(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.forward_pass import Ints
+from lockstep.engine.weights.published import own_rows
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainItem
 from lockstep.train.learning.item_logprobs import ItemLogprobs
@@ -34,7 +35,7 @@ class ReferenceModel:
         self._averages: list[Tensor] = []
         if self._decay is not None:
             # In float32: a small change would be lost in the rounding of shorter types.
-            self._averages = [own.detach().float().clone() for own in model.parameters()]
+            self._averages = [own.float().clone() for own in own_rows(model)]
 
     @torch.no_grad()
     def logprobs(self, items: Sequence[TrainItem], positions: Sequence[Ints]) -> Tensor:
@@ -50,7 +51,7 @@ class ReferenceModel:
         """Move the average towards the trained weights, after a step."""
         if self._decay is None:
             return
-        pairs = zip(self._averages, model.parameters(), strict=True)
+        pairs = zip(self._averages, own_rows(model), strict=True)
         for average, trained in pairs:
             average.lerp_(trained.float(), 1 - self._decay)
         self._copy()
@@ -66,5 +67,5 @@ class ReferenceModel:
         self._copy()
 
     def _copy(self) -> None:
-        for own, average in zip(self._model.parameters(), self._averages, strict=True):
+        for own, average in zip(own_rows(self._model), self._averages, strict=True):
             own.copy_(average)

@@ -48,6 +48,17 @@ class Tally:
             self.compared += differences.numel()
             self.unequal += int((differences != 0).sum())  # NaN counts as unequal
 
+    def merge(self, other: Tally) -> None:
+        """Add the sums of another tally, such as that of a pass."""
+        for name, total in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + total
+            self._counts[name] = self._counts.get(name, 0) + other._counts[name]
+        for name, total in other._totals.items():
+            self._totals[name] = self._totals.get(name, 0) + total
+        self.mismatch_max = max(self.mismatch_max, other.mismatch_max)
+        self.compared += other.compared
+        self.unequal += other.unequal
+
     def count(self, name: str, where_N: Tensor) -> None:
         """Count the tokens where `where_N` is true."""
         self._totals[name] = self._totals.get(name, 0) + int(where_N.sum())

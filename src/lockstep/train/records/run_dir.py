@@ -3,6 +3,7 @@
 run.json  metrics.jsonl  samples.jsonl  events.jsonl
 checkpoints/step-N/     weights or adapter, probe, manifest, STABLE
 state/step-N.pt         the trainer's state besides the weights; written before STABLE
+state/step-N.rank-R.pt  the same of rank R, where several ranks train
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ import shutil
 from pathlib import Path
 from time import time
 from typing import Any
-from zipfile import BadZipFile, ZipFile
 
-import torch
-
-from lockstep.checkpoint.files import sync, write_whole
+from lockstep.checkpoint.files import write_whole
 from lockstep.checkpoint.manifest import Manifest, check_stable
 from lockstep.run_record import EVENTS, METRICS, RUN, SAMPLES
 from lockstep.tokens.errors import CheckpointError, Conflict
+from lockstep.train.records.state_files import (
+    WHOLE,
+    Share,
+    is_whole,
+    read_state,
+    remove_state,
+    write_state,
+)
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -73,27 +79,17 @@ class RunDirectory:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step}"
 
-    def save_state(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state. Call it before the checkpoint is stable: a crash must not separate them.
+    def save_state(self, step: int, state: dict[str, Any], share: Share = WHOLE) -> None:
+        """Write the state, or one rank's part of it. Call it before the checkpoint is stable: a
+        crash must not separate them.
 
         Raises OSError when the disk is full.
         """
-        scratch = self._states / f".step-{step}.tmp"
-        try:
-            with open(scratch, "wb") as file:
-                torch.save(state, file)
-        except RuntimeError as error:
-            # torch's writer replaces the error of the disk by its own.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-        sync(scratch.replace(self._states / f"step-{step}.pt"))
-        sync(self._states)
+        write_state(self._states, step, state, share)
 
-    def load_state(self, step: int) -> dict[str, Any]:
-        path = self._states / f"step-{step}.pt"
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        return state
+    def load_state(self, step: int, share: Share = WHOLE) -> dict[str, Any]:
+        """Return the state, or one rank's part of it, whatever number of ranks wrote it."""
+        return read_state(self._states, step, share)
 
     def last_step(self, recorded: int | None = None) -> int | None:
         """Return the newest step with a stable checkpoint and state; None when there is none.
@@ -113,7 +109,7 @@ class RunDirectory:
                 manifest.check(directory, hashes=True)
             except CheckpointError:
                 continue
-            if _is_whole(self._states / f"step-{step}.pt"):
+            if is_whole(self._states, step):
                 return step
         return None
 
@@ -124,7 +120,7 @@ class RunDirectory:
         for later in self.steps():
             if later > step:
                 shutil.rmtree(self.checkpoint(later))
-                (self._states / f"step-{later}.pt").unlink(missing_ok=True)
+                remove_state(self._states, later)
         return step in steps
 
     def _cut(self, name: str, step: int) -> set[int]:
@@ -147,7 +143,7 @@ class RunDirectory:
         """Delete all but the newest `keep` checkpoints."""
         for step in sorted(self.steps())[:-keep]:
             shutil.rmtree(self.checkpoint(step))
-            (self._states / f"step-{step}.pt").unlink(missing_ok=True)
+            remove_state(self._states, step)
 
     def steps(self) -> list[int]:
         """Return the steps with a checkpoint."""
@@ -155,12 +151,3 @@ class RunDirectory:
             return []
         matches = (_STEP.fullmatch(path.name) for path in self.checkpoints.iterdir())
         return [int(match[1]) for match in matches if match]
-
-
-def _is_whole(state: Path) -> bool:
-    """Whether a state file exists and passes its checksums."""
-    try:
-        with ZipFile(state) as parts:
-            return parts.testzip() is None
-    except (OSError, BadZipFile):
-        return False
