@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.engine.families import ACTIVATIONS, FAMILIES, Family, Traits
 from lockstep.engine.numerics.block_shapes import Products, products
 from lockstep.tokens.errors import CheckpointError
-
-FAMILIES = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Qwen2ForCausalLM": "qwen2",
-    "LlamaForCausalLM": "llama",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +36,12 @@ class ModelConfig:
     intermediate: int
     eps: float
     rope_theta: float
+    rope_factor: float
+    """Divisor of all rotary frequencies (rope type linear)."""
     rope_llama3: Llama3Rope | None
     max_position: int
     tied: bool
-    qkv_bias: bool
-    qk_norm: bool
+    traits: Traits
     eos_ids: frozenset[int]
     experts: int = 0
     experts_per_token: int = 0
@@ -102,12 +97,12 @@ class ModelConfig:
                 f"expected one of {', '.join(FAMILIES)}"
             )
         _reject_unsupported(raw, family)
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope = _read_rope(raw)
         layers = raw["num_hidden_layers"]
         heads = raw["num_attention_heads"]
-        moe = family == "qwen3_moe"
+        moe = family.name == "qwen3_moe"
         return cls(
-            family=family,
+            family=family.name,
             vocab_size=raw["vocab_size"],
             hidden=raw["hidden_size"],
             layers=layers,
@@ -117,11 +112,11 @@ class ModelConfig:
             intermediate=raw["intermediate_size"],
             eps=raw["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            rope_factor=float(rope["factor"]) if _rope_type(rope) == "linear" else 1.0,
             rope_llama3=_read_llama3_rope(rope),
             max_position=raw["max_position_embeddings"],
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2",
-            qk_norm=family in ("qwen3", "qwen3_moe"),
+            tied=bool(raw.get("tie_word_embeddings", family.tied)),
+            traits=family.traits(raw),
             eos_ids=_read_eos_ids(directory, raw),
             experts=(raw.get("num_experts") or raw["num_local_experts"]) if moe else 0,
             experts_per_token=raw["num_experts_per_tok"] if moe else 0,
@@ -148,14 +143,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _reject_unsupported(raw: dict[str, Any], family: str) -> None:
+def _reject_unsupported(raw: dict[str, Any], family: Family) -> None:
     """Raise CheckpointError for a feature that this engine would compute incorrectly."""
     unsupported = {
-        "attention_bias": family != "qwen2" and raw.get("attention_bias"),
+        "attention_bias": family.name != "qwen2" and raw.get("attention_bias"),
         "mlp_bias": raw.get("mlp_bias"),
         "use_sliding_window": raw.get("use_sliding_window"),
         "quantization_config": raw.get("quantization_config"),
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        family.activation: family.activation in raw
+        and ACTIVATIONS.get(raw[family.activation]) != family.traits(raw).activation,
     }
     for field, present in unsupported.items():
         if present:
@@ -164,12 +160,25 @@ def _reject_unsupported(raw: dict[str, Any], family: str) -> None:
             )
 
 
+def _read_rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary parameters, of the layers without a window where each kind has its own."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    own = rope.get("full_attention", rope)
+    return own if isinstance(own, dict) else {}
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
 def _read_llama3_rope(rope: dict[str, Any]) -> Llama3Rope | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
+    kind = _rope_type(rope)
+    if kind in ("default", "linear"):
         return None
     if kind != "llama3":
-        raise CheckpointError(f"rope type {kind!r} is not supported: expected default or llama3")
+        raise CheckpointError(
+            f"rope type {kind!r} is not supported: expected default, linear or llama3"
+        )
     return Llama3Rope(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

@@ -31,7 +31,7 @@ from lockstep.engine.forward_pass import (
     sample_logprobs,
     token_logprobs,
 )
-from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, silu
+from lockstep.engine.model.arithmetic import gelu_tanh, in_safe_pieces, mix_experts, silu
 from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.block_shapes import (
     MULTIPLES,
@@ -84,7 +84,7 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
         if strict:
             raise NotExact(problem)
         warn_of_fallback(problem)
-    from transformers.activations import SiLUActivation
+    from transformers.activations import GELUTanh, SiLUActivation
 
     _register()
     model.set_attn_implementation(ATTENTION_NAME)
@@ -99,8 +99,10 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     for module in model.modules():
         if isinstance(getattr(module, "act_fn", None), torch.nn.SiLU | SiLUActivation):
             module.act_fn.forward = partial(_in_whole_rows, multiple, silu)
+        elif isinstance(getattr(module, "act_fn", None), GELUTanh):
+            module.act_fn.forward = partial(_in_whole_rows, multiple, gelu_tanh)
         # Cosines and sines are elementwise loops, whose last values differ with the threads.
-        if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
+        if hasattr(module, "rotary_emb"):
             module.rotary_emb.forward = partial(_rotation, multiple, module.rotary_emb)
             # `prepare` may be called again: one hook is enough.
             if not hasattr(module, "_lockstep_positions"):
@@ -142,6 +144,9 @@ def own_plan(
     Compare it with a worker's plan by `check_plan`. Raises CheckpointError when there is no model.
     """
     config = ModelConfig.read(directory)
+    if device.startswith("cuda") and not config.traits.has_kernels:
+        reason = f"there are no exact kernels for {config.family} on GPUs"
+        return plan("close", device=device, dtype=dtype, rows=0, reason=reason)
     if device.startswith("cuda") and find_spec("triton") is not None:
         return plan("exact", device=device, dtype=dtype, rows=0)
     if device != "cpu" or dtype != "float32":
@@ -212,12 +217,19 @@ def _count_positions(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return args, kwargs | {"position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
 
 
-def _rotation(multiple: int, rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rotary cosines and sines, with the same bits in any number of threads."""
+def _rotation(
+    multiple: int, rotary: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return rotary cosines and sines, with the same bits in any number of threads.
+
+    Models whose kinds of layers rotate differently name the kind.
+    """
+    kind = "" if layer_type is None else f"{layer_type}_"
     with torch.no_grad():
-        angles = position_ids[:, :, None].float() * rotary.inv_freq.float()
+        frequencies = getattr(rotary, f"{kind}inv_freq").float()
+        angles = position_ids[:, :, None].float() * frequencies
         both = torch.cat((angles, angles), dim=-1)
-        scale = rotary.attention_scaling
+        scale = getattr(rotary, f"{kind}attention_scaling")
         cos, sin = (
             _in_whole_rows(multiple, partial(in_safe_pieces, turn), both) * scale
             for turn in (torch.cos, torch.sin)
@@ -233,6 +245,7 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     packed_row: PackedRow | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention for transformers' AttentionInterface.
@@ -244,11 +257,11 @@ def attention(
         raise NotExact("torch.compile gives other bits: call the prepared model without it")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed_row is not None:
-        return packed_row.attention(query, key, value, scale), None
+        return packed_row.attention(query, key, value, scale, sliding_window or 0), None
     ranges = attention_mask
     if ranges is not None and ranges.dim() == 4:  # a mask that the caller built
         ranges = key_ranges(ranges)
-    return segment_attention(query, key, value, ranges, scale), None
+    return segment_attention(query, key, value, ranges, scale, sliding_window or 0), None
 
 
 def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

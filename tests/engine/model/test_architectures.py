@@ -10,11 +10,15 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from lockstep.engine import ModelConfig
@@ -60,6 +64,47 @@ def qwen3_moe() -> PretrainedConfig:
     )  # fmt: skip
 
 
+def mistral() -> PretrainedConfig:
+    """Return a config whose queries see 100 keys, less than a prompt has."""
+    return MistralConfig(
+        vocab_size=91, hidden_size=48, intermediate_size=80, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=100, tie_word_embeddings=False,
+        **COMMON,
+    )  # fmt: skip
+
+
+def smollm3() -> PretrainedConfig:
+    """Return a config whose second layer has no rotary position embedding."""
+    return SmolLM3Config(
+        vocab_size=83, hidden_size=48, intermediate_size=80, num_attention_heads=4,
+        num_key_value_heads=2, no_rope_layer_interval=2, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, use_sliding_window=False, **COMMON,
+    )  # fmt: skip
+
+
+def olmo2() -> PretrainedConfig:
+    return Olmo2Config(
+        vocab_size=79, hidden_size=48, intermediate_size=80, num_attention_heads=6,
+        num_key_value_heads=3, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0, **COMMON,
+    )  # fmt: skip
+
+
+def gemma3() -> PretrainedConfig:
+    """Return a config with a window of 100 keys in two of three layers."""
+    return Gemma3TextConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=80, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, query_pre_attn_scalar=20, sliding_window=100,
+        sliding_window_pattern=3, num_hidden_layers=3, max_position_embeddings=2048,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )  # fmt: skip
+
+
+ARCHITECTURES = [qwen2, llama3, qwen3, qwen3_moe, mistral, smollm3, olmo2, gemma3]
+
+
 def write(config: PretrainedConfig, directory: Path) -> Path:
     """Write a random model in many shards."""
     torch.manual_seed(0)
@@ -72,7 +117,7 @@ def write(config: PretrainedConfig, directory: Path) -> Path:
 
 
 @pytest.mark.exact_arithmetic
-@pytest.mark.parametrize("make", [qwen2, llama3, qwen3, qwen3_moe])
+@pytest.mark.parametrize("make", ARCHITECTURES)
 def test_a_random_model_has_the_logprobs_of_transformers(
     make: Callable[[], PretrainedConfig], tmp_path: Path
 ) -> None:
@@ -91,6 +136,22 @@ def test_a_random_model_has_the_logprobs_of_transformers(
         assert [e.logprob for e in completion.prompt_logprobs or [] if e] == expected[:-25]
         assert completion.logprobs == expected[-25:]
         assert rig.core.score(whole) == expected
+
+
+@pytest.mark.parametrize("make", ARCHITECTURES)
+def test_a_random_model_is_close_to_a_model_that_was_not_prepared(
+    make: Callable[[], PretrainedConfig], tmp_path: Path
+) -> None:
+    """The exact comparison above replaces transformers' attention and activation by ours."""
+    directory = write(make(), tmp_path)
+    tokens = ids(5, 300, vocab=77)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    assert Rig(directory, arithmetic="close").core.score(tokens) == pytest.approx(
+        expected, abs=1e-4
+    )
 
 
 def test_llama_rope_scaling_changes_these_logprobs(tmp_path: Path) -> None:

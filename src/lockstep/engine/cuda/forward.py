@@ -72,9 +72,9 @@ def _close_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Te
     delta: Tensor | None = None
     k = close_kernels
     for i, layer in enumerate(weights.layers):
-        h = k.add_norm(x, delta, layer.input_norm, eps)
+        h = k.add_norm(x, delta, layer.attention_norm, eps)
         attended = attend(i, layer, k.linear(h, layer.qkv, layer.qkv_bias))
-        h = k.add_norm(x, k.linear(attended, layer.out), layer.post_norm, eps)
+        h = k.add_norm(x, k.linear(attended, layer.out), layer.mlp_norm, eps)
         inner = k.gate(k.linear(h, layer.gate_up), x.dtype)
         delta = k.linear(inner, layer.down)
     return k.add_norm(x, delta, weights.norm, eps)
@@ -105,9 +105,9 @@ def _exact_layers(
 
     delta: Tensor | None = None
     for i, layer in enumerate(weights.layers):
-        h = k.add_norm(x, delta, layer.input_norm, eps)
+        h = k.add_norm(x, delta, layer.attention_norm, eps)
         attended = attend(i, layer, linear(h, layer.qkv, i, "qkv", layer.qkv_bias))
-        h = k.add_norm(x, parts(attended, layer.out, i, "out"), layer.post_norm, eps)
+        h = k.add_norm(x, parts(attended, layer.out, i, "out"), layer.mlp_norm, eps)
         if layer.router is not None:
             logits = k.linear(h, layer.router)
             shares, routed = route(logits, config.experts_per_token, config.normalize_top_k)
@@ -129,10 +129,10 @@ def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend, *, exact: 
     parts = exact_kernels.linear_parts if exact else close_kernels.linear
     norm_linear = partial(single_row.norm_linear, eps=eps, exact=exact)
     for i, layer in enumerate(weights.layers):
-        x, product = norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+        x, product = norm_linear(x, delta, layer.attention_norm, layer.qkv, layer.qkv_bias)
         attended = attend(i, layer, product if exact else product[None])
         delta = parts(attended, layer.out)
-        x, inner = norm_linear(x, delta, layer.post_norm, layer.gate_up, gated=True)
+        x, inner = norm_linear(x, delta, layer.mlp_norm, layer.gate_up, gated=True)
         delta = parts(inner, layer.down)
     add_norm = exact_kernels.add_norm if exact else close_kernels.add_norm
     return add_norm(x, delta, weights.norm, eps)

@@ -52,7 +52,7 @@ def supported(model: Model, cache: SlotCache) -> bool:
     # Triton's ranges are powers of two.
     square = c.head_dim >= 32 and c.head_dim & (c.head_dim - 1) == 0
     experts_fit = not c.moe_layers or exact
-    return cache.k.is_cuda and typed and square and experts_fit
+    return cache.k.is_cuda and typed and square and experts_fit and c.traits.has_kernels
 
 
 class Decoder:

@@ -159,7 +159,7 @@ def trainer_logits(model: Model, weights: Weights, ids: list[int]) -> Tensor:
     x = F.embedding(torch.tensor(ids, device=weights.embed.device), weights.embed)
     start = torch.zeros((1, 1), dtype=torch.long)
     for layer in weights.layers:
-        h = kernels.add_norm(x, None, layer.input_norm, c.eps)
+        h = kernels.add_norm(x, None, layer.attention_norm, c.eps)
         biases = (None,) * 3 if layer.qkv_bias is None else layer.qkv_bias.split(sizes)
         parts = zip(layer.qkv.split(sizes), biases, strict=True)
         q, k, v = (kernels.linear(h, weight, bias) for weight, bias in parts)
@@ -170,7 +170,7 @@ def trainer_logits(model: Model, weights: Weights, ids: list[int]) -> Tensor:
         )
         attended = attend(q, k, v, start, model.scale).transpose(1, 2).reshape(len(ids), -1)
         x = x + kernels.linear(attended, layer.out)
-        h = kernels.add_norm(x, None, layer.post_norm, c.eps)
+        h = kernels.add_norm(x, None, layer.mlp_norm, c.eps)
         x = x + _trainer_mlp(model, layer, h)
     return kernels.linear(kernels.add_norm(x, None, weights.norm, c.eps), weights.head)
 

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lockstep.engine.config import FAMILIES, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.cuda.kernels import exact_kernels as kernels
 from lockstep.engine.cuda.kernels.exact_attention import attend_ragged
 from lockstep.engine.cuda.kernels.prefill_kernels import tokens_per_block
 from lockstep.engine.cuda.kernels.sampling_kernels import token_logprobs
+from lockstep.engine.families import FAMILIES
 from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, route
 from lockstep.engine.model.rope import frequencies
 from lockstep.tokens.errors import NotExact
@@ -68,7 +69,10 @@ def config_of(model: Any) -> ModelConfig:
             f"{type(model).__name__} is not supported: expected one of {', '.join(FAMILIES)}"
         )
     raw = model.config.get_text_config().to_dict() | {"architectures": architectures[:1]}
-    return ModelConfig.of(raw, Path("/nonexistent"))
+    config = ModelConfig.of(raw, Path("/nonexistent"))
+    if not config.traits.has_kernels:
+        raise NotExact(f"there are no exact kernels for {architectures[0]} on GPUs: use a CPU")
+    return config
 
 
 def _apply(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:

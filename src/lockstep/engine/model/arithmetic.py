@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -56,10 +56,13 @@ class Arithmetic(Protocol):
         """
         ...
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0
+    ) -> Tensor:
         """Return the attention (n, heads * d) of causal queries from position `start` on.
 
-        q is (n, heads, d); k and v are a whole slot, (kv_heads, capacity, d).
+        q is (n, heads, d); k and v are a whole slot, (kv_heads, capacity, d). With a `window`, a
+        query sees only so many keys, its own included.
         """
         ...
 
@@ -87,7 +90,9 @@ class Exact:
         out = exact_attention(queries, k, v, bias.view(rows, 1, 1, keys), scale)
         return out[:, :, :group].reshape(rows, -1)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0
+    ) -> Tensor:
         kv_heads, _, dim = k.shape
         count, heads, _ = q.shape
         shape = kv_heads, heads // kv_heads, -1, dim
@@ -98,11 +103,15 @@ class Exact:
             if padding := -rows % self._shapes.prefill:
                 queries = torch.constant_pad_nd(queries, (0, 0, 0, padding))
             keys, shift = self.keys(start + at + rows), self._longest - start - at
+            bias = self._bias[: rows + padding, shift : shift + keys]
+            if window:
+                positions = torch.arange(start + at, start + at + rows + padding)
+                bias = bias.masked_fill(before_window(positions, keys, window), HIDDEN)
             attended = exact_attention(
                 queries,
                 k[:, None, :keys].expand(shape),
                 v[:, None, :keys].expand(shape),
-                self._bias[: rows + padding, shift : shift + keys],
+                bias,
                 scale,
             )
             out[at : at + rows] = attended[:, :, :rows].permute(2, 0, 1, 3)
@@ -125,13 +134,21 @@ class Close:
         )
         return out.reshape(rows, -1)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int = 0
+    ) -> Tensor:
         count, heads, dim = q.shape
         keys = start + count
-        mask = None if start == 0 else ~causal_mask(count, keys, start, q.device)
+        slides = 0 < window < keys
+        mask = None
+        if start or slides:
+            mask = ~causal_mask(count, keys, start, q.device)
+        if mask is not None and slides:
+            positions = torch.arange(start, keys, device=q.device)
+            mask &= ~before_window(positions, keys, window)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None], k[None, :, :keys], v[None, :, :keys],
-            attn_mask=mask, is_causal=start == 0, scale=scale, enable_gqa=True,
+            attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True,
         )  # fmt: skip
         return out[0].transpose(0, 1).reshape(count, heads * dim)
 
@@ -157,6 +174,11 @@ def causal_mask(rows: int, keys: int, start: int, device: torch.device) -> Tenso
     return torch.arange(keys, device=device)[None, :] > positions[:, None]
 
 
+def before_window(positions: Tensor, keys: int, window: int) -> Tensor:
+    """Return a mask (..., keys), true for keys that a query at each position no longer sees."""
+    return torch.arange(keys, device=positions.device) <= (positions - window)[..., None]
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x in transformers' order of operations. Fused kernels use another."""
     wide = x.float()
@@ -176,17 +198,27 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up of rows that hold the two side by side."""
+    return gated(gate_up, silu)
+
+
+def gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return activation(gate) * up of rows that hold the two side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
     if gate.shape[-1] % LANES:
         # A vectorised loop ends in scalar code, whose exp has other bits. Make it run over whole
         # rows, as for a trainer, whose gate is a separate contiguous tensor.
         gate = gate.contiguous()
-    return silu(gate).mul_(up)
+    return activation(gate).mul_(up)
 
 
 def silu(x: Tensor) -> Tensor:
     """Return the SiLU of x, with bits that do not depend on the number of threads."""
     return in_safe_pieces(F.silu, x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return the tanh approximation of GELU, with bits that do not depend on the threads."""
+    return in_safe_pieces(partial(F.gelu, approximate="tanh"), x)
 
 
 def in_safe_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

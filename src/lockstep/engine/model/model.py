@@ -17,17 +17,19 @@ from lockstep.engine.model.arithmetic import (
     HIDDEN,
     Arithmetic,
     Close,
+    gated,
+    gelu_tanh,
     in_safe_pieces,
     mix_experts,
     rms_norm,
     round_up,
     route,
-    swiglu,
+    silu,
 )
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, adapter_rows
-from lockstep.engine.model.rope import frequencies, rotate
+from lockstep.engine.model.rope import frequencies, rotate, window_frequencies
 from lockstep.engine.numerics.block_shapes import MULTIPLES, row_multiple
-from lockstep.engine.weights.weights import Weights
+from lockstep.engine.weights.weights import Layer, Weights
 
 
 class Segment(NamedTuple):
@@ -63,6 +65,8 @@ class Decode:
     width: int
     keys: int
     bias: Tensor
+    window_bias: Tensor | None = None
+    """The bias of layers in which a query sees only the last keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +133,24 @@ class Model:
         self.arithmetic: Arithmetic = Close()
         self.device = torch.device(device)
         self.prefiller: RaggedPrefill | None = None
-        self.scale = config.head_dim**-0.5
+        self.scale = config.traits.attention_scale or config.head_dim**-0.5
+        self._activation = silu if config.traits.activation == "silu" else gelu_tanh
         self.row_multiple = CLOSE_ROW_MULTIPLE
         """Rows of a batch are padded to a multiple of this."""
-        angles = torch.outer(torch.arange(max_len).float(), frequencies(config))
-        half_cos, half_sin = (in_safe_pieces(turn, angles) for turn in (torch.cos, torch.sin))
-        cos, sin = (torch.cat((half, half), -1) for half in (half_cos, half_sin))
+        cos, sin = _rotation(frequencies(config), max_len)
         self.rotation = cos.to(device), sin.to(device)
         """Cosines and sines by position, each (max_len, head_dim), fp32."""
-        # `rotate` negates one half of a head; the sign is stored in the sines.
-        signed = torch.cat((-half_sin, half_sin), -1)
-        self._turns = torch.stack((cos, signed), 1)[:, :, None].to(device=device, dtype=dtype)
+        self._turns = _turns(cos, sin).to(device=device, dtype=dtype)
+        local = window_frequencies(config)
+        self.window_rotation = self.rotation if local is None else _rotation(local, max_len)
+        """The same for layers with a window."""
+        self._window_turns = None
+        if local is not None:
+            self._window_turns = _turns(*self.window_rotation).to(device=device, dtype=dtype)
+        self._embedding_scale: Tensor | None = None
+        if config.traits.embedding_scale != 1.0:
+            factor = config.traits.embedding_scale
+            self._embedding_scale = torch.tensor(factor, dtype=dtype, device=device)
         # A window into this vector starting at `max_len` - p hides all keys after position p, so
         # no mask is built per step.
         self.max_len = max_len
@@ -212,14 +223,25 @@ class Model:
         else:
             at = self._tensor(rows)
             selected = table[:, at]
+        bias = self._bias.unfold(0, keys, 1).index_select(0, self._tensor(windows))
         return Decode(
             rows=at,
             slots=selected[2],
             positions=selected[1],
             width=width,
             keys=keys,
-            bias=self._bias.unfold(0, keys, 1).index_select(0, self._tensor(windows)),
+            bias=bias,
+            window_bias=self._hide_old(bias, [self.max_len - start for start in windows]),
         )
+
+    def _hide_old(self, bias: Tensor, positions: list[int]) -> Tensor | None:
+        """Return the bias with the keys before the window of each query hidden, if there is one."""
+        window = self.config.traits.window
+        if not window:
+            return None
+        last_hidden = self._tensor(positions)[:, None] - window
+        keys = torch.arange(bias.shape[1], device=self.device)
+        return bias.masked_fill(keys <= last_hidden, HIDDEN)
 
     def hidden_states(
         self, weights: Weights, cache: SlotCache, segments: Sequence[Segment]
@@ -237,31 +259,66 @@ class Model:
         Writes keys, values and routed experts of all rows to their slots. In the last layer, only
         the experts of the outputs are written.
         """
-        c, decode = self.config, batch.decode
+        c, t, decode = self.config, self.config.traits, batch.decode
         x = weights.embed.index_select(0, batch.ids)
-        cos, sin = self._turns.index_select(0, batch.positions).unbind(1)
+        if self._embedding_scale is not None:
+            x.mul_(self._embedding_scale)
+        turns = self._turns.index_select(0, batch.positions).unbind(1)
+        window_turns = turns
+        if self._window_turns is not None:
+            window_turns = self._window_turns.index_select(0, batch.positions).unbind(1)
         places = None if decode is None else cache.places(decode.slots, decode.positions)
         for i, layer in enumerate(weights.layers):
-            h = rms_norm(x, layer.input_norm, c.eps)
+            h = x if t.norms == "outputs" else self._norm(x, layer.attention_norm)
             qkv = F.linear(h, layer.qkv, layer.qkv_bias)
             self._adapt(batch, qkv, h, i, "qkv")
             heads = qkv.view(qkv.shape[0], -1, c.head_dim)
             # Queries and keys are adjacent in the product, so one call norms and rotates both.
             qk = heads[:, : c.heads + c.kv_heads]
-            normed = qk if layer.qk_norm is None else rms_norm(qk, layer.qk_norm, c.eps)
-            rotate(normed, cos, sin, out=qk)
+            normed = self._norm_heads(qk, layer)
+            if i not in t.unrotated:
+                cos, sin = window_turns if i in t.windowed else turns
+                rotate(normed, cos, sin, out=qk)
+            elif normed is not qk:
+                qk.copy_(normed)
             self._write_kv(cache, i, heads[:, c.heads :], batch, places)
             q = heads[:, : c.heads]
             if batch.tail is not None and i == c.layers - 1:
                 rows, batch = batch.tail.rows, batch.tail.batch
                 x, q = x.index_select(0, rows), q.index_select(0, rows)
-            attended = self._attend(q, *cache.layers[i], batch)
+            attended = self._attend(q, *cache.layers[i], batch, t.window if i in t.windowed else 0)
             out = F.linear(attended, layer.out)
             self._adapt(batch, out, attended, i, "out")
-            x = out.add_(x)
-            h = rms_norm(x, layer.post_norm, c.eps)
-            x = self._mlp(h, weights, cache, batch, i).add_(x)
-        return rms_norm(x, weights.norm, c.eps)
+            x = self._norm_output(out, layer.attention_norm, layer.attention_out_norm).add_(x)
+            h = x if t.norms == "outputs" else self._norm(x, layer.mlp_norm)
+            out = self._mlp(h, weights, cache, batch, i)
+            x = self._norm_output(out, layer.mlp_norm, layer.mlp_out_norm).add_(x)
+        return self._norm(x, weights.norm)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        offset = self.config.traits.norm_offset
+        return rms_norm(x, weight + offset if offset else weight, self.config.eps)
+
+    def _norm_output(self, x: Tensor, only: Tensor, own: Tensor | None) -> Tensor:
+        """Norm what is added to the residual stream, in architectures that do."""
+        if self.config.traits.norms == "outputs":
+            return self._norm(x, only)
+        return x if own is None else self._norm(x, own)
+
+    def _norm_heads(self, qk: Tensor, layer: Layer) -> Tensor:
+        """Return queries and keys (rows, heads + kv_heads, d), normed if the architecture does."""
+        kind = self.config.traits.qk_norm
+        if kind is None or layer.q_norm is None or layer.k_norm is None:
+            return qk
+        if kind == "head" and layer.qk_norm is not None:
+            return self._norm(qk, layer.qk_norm)
+        split = qk.split((self.config.heads, self.config.kv_heads), 1)
+        weights = layer.q_norm, layer.k_norm
+        parts = (
+            self._norm(part.flatten(1).contiguous(), weight).view(part.shape)
+            for part, weight in zip(split, weights, strict=True)
+        )
+        return torch.cat(tuple(parts), 1)
 
     def logits(
         self,
@@ -324,8 +381,12 @@ class Model:
             run = kv[row : row + len(segment.tokens)]
             cache.write_run(layer, segment.slot, segment.start, run)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, batch: ModelBatch) -> Tensor:
+    def _attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, batch: ModelBatch, window: int
+    ) -> Tensor:
         decode, rows = batch.decode, q.shape[0]
+        if decode is not None and window and decode.window_bias is not None:
+            decode = replace(decode, bias=decode.window_bias)
         if decode is not None and decode.rows is None and not batch.prefills:
             out = self._attend_decode(q[: decode.width], keys, values, decode)
             missing = rows - decode.width
@@ -343,7 +404,7 @@ class Model:
             count = len(segment.tokens)
             out[row : row + count] = self.arithmetic.prefill(
                 q[row : row + count], keys[segment.slot], values[segment.slot],
-                segment.start, self.scale,
+                segment.start, self.scale, window,
             )  # fmt: skip
         return out
 
@@ -361,7 +422,7 @@ class Model:
         if layer.router is None:
             both = F.linear(h, layer.gate_up)
             self._adapt(batch, both, h, i, "gate_up")
-            inner = swiglu(both)
+            inner = gated(both, self._activation)
             out = F.linear(inner, layer.down)
             self._adapt(batch, out, inner, i, "down")
             return out
@@ -384,3 +445,19 @@ class Model:
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+def _rotation(frequencies: Tensor, max_len: int) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of all positions, each (max_len, head_dim)."""
+    angles = torch.outer(torch.arange(max_len).float(), frequencies)
+    halves = (in_safe_pieces(turn, angles) for turn in (torch.cos, torch.sin))
+    cos, sin = (torch.cat((half, half), -1) for half in halves)
+    return cos, sin
+
+
+def _turns(cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the factors that `rotate` takes, (max_len, 2, 1, head_dim)."""
+    # `rotate` negates one half of a head; the sign is stored in the sines.
+    half = sin.shape[-1] // 2
+    signed = torch.cat((-sin[:, :half], sin[:, half:]), -1)
+    return torch.stack((cos, signed), 1)[:, :, None]

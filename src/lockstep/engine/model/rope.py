@@ -17,9 +17,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 def frequencies(config: ModelConfig) -> Tensor:
     """Return the rotary frequencies, fp32, in the operation order of transformers."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    plain = 1.0 / (config.rope_theta**exponents)
-    return plain if config.rope_llama3 is None else _scale_llama3(plain, config.rope_llama3)
+    plain = _unscaled(config.rope_theta, config.head_dim)
+    if config.rope_llama3 is not None:
+        return _scale_llama3(plain, config.rope_llama3)
+    return plain if config.rope_factor == 1.0 else plain / config.rope_factor
+
+
+def window_frequencies(config: ModelConfig) -> Tensor | None:
+    """Return the rotary frequencies of windowed layers, None if all layers have the same."""
+    theta = config.traits.window_theta
+    return None if theta is None else _unscaled(theta, config.head_dim)
+
+
+def _unscaled(theta: float, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    return 1.0 / (theta**exponents)
 
 
 def _scale_llama3(plain: Tensor, rope: Llama3Rope) -> Tensor:

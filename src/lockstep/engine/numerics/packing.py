@@ -36,13 +36,15 @@ class PackedRuns:
     keys_SK: Tensor
     positions_SQ: Tensor
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0
+    ) -> Tensor:
         """Return the attention of the runs, (S * Q, heads, dim), of inputs (T, heads, dim)."""
         q, k, v = (
             part.index_select(0, at.flatten()).view(*at.shape, *part.shape[1:]).transpose(1, 2)
             for part, at in ((query, self.queries_SQ), (key, self.keys_SK), (value, self.keys_SK))
         )
-        return attend(q, k, v, self.positions_SQ, scale).transpose(1, 2).flatten(0, 1)
+        return attend(q, k, v, self.positions_SQ, scale, window).transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,12 @@ class PackedRow:
             "packed_row": self,
         }
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0
+    ) -> Tensor:
         """Return the attention (1, T, heads, dim) of query (1, heads, T, dim)."""
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-        out = torch.cat([runs.attend(q, k, v, scale) for runs in self.runs])
+        out = torch.cat([runs.attend(q, k, v, scale, window) for runs in self.runs])
         return out.index_select(0, self.place_T)[None]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.model.arithmetic import HIDDEN, exact_attention, round_up
+from lockstep.engine.model.arithmetic import HIDDEN, before_window, exact_attention, round_up
 from lockstep.engine.numerics.block_shapes import attention_shapes
 from lockstep.tokens.errors import NotExact
 
@@ -69,7 +69,7 @@ def key_ranges(visible: Tensor) -> Tensor | None:
 
 
 def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, ranges: Tensor | None, scale: float
+    query: Tensor, key: Tensor, value: Tensor, ranges: Tensor | None, scale: float, window: int = 0
 ) -> Tensor:
     """Return attention (batch, queries, heads, d), in the shapes that keep the bits.
 
@@ -81,7 +81,7 @@ def segment_attention(
     if ranges is None:
         offset = key.shape[2] - queries
         positions = torch.arange(offset, offset + queries, device=query.device)
-        out = attend(query, key, value, positions[None], scale)
+        out = attend(query, key, value, positions[None], scale, window)
         return out.transpose(1, 2).contiguous()
     first, last = ranges.unbind(-1)
     sees = last >= first
@@ -111,17 +111,22 @@ def segment_attention(
         part.transpose(1, 2)[row[:, None], at].transpose(1, 2)
         for part, at in ((query, of_query), (key, of_key), (value, of_key))
     )
-    out = attend(q, k, v, positions, scale).transpose(1, 2)
+    out = attend(q, k, v, positions, scale, window).transpose(1, 2)
     whole = query.new_zeros(batch, queries, heads, dim)
     return whole.index_put((where_row, where_query), out[index, place])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int = 0
+) -> Tensor:
     """Return the attention of each query over the keys up to its position, in the shape of q.
 
-    `positions` is (batch, queries), or (1, queries) for every row.
+    `positions` is (batch, queries), or (1, queries) for every row. With a `window`, a query sees
+    only so many keys, its own included.
     """
     if q.is_cuda:
+        if window:
+            raise _not_exact("a sliding window on a GPU")
         from lockstep.engine.cuda.trainer import attend
 
         return attend(q, k, v, positions, scale)
@@ -131,7 +136,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
     group, rows, keys = heads // kv_heads, round_up(queries, shapes.prefill), shapes.keys(length)
     # Key heads become batch entries and their query heads the heads, as in the engine's decode.
     shape = batch * kv_heads, group, keys, dim
-    hidden = torch.arange(keys, device=q.device) > F.pad(positions, (0, rows - queries))[..., None]
+    padded = F.pad(positions, (0, rows - queries))
+    hidden = torch.arange(keys, device=q.device) > padded[..., None]
+    if window:
+        hidden |= before_window(padded, keys, window)
     bias = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, HIDDEN)
     bias = bias[0] if len(positions) == 1 else bias.repeat_interleave(kv_heads, 0)[:, None]
     out = exact_attention(

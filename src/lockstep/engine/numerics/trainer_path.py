@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.model.arithmetic import mix_experts, round_up, route, silu
+from lockstep.engine.model.arithmetic import gelu_tanh, mix_experts, round_up, route, silu
 from lockstep.engine.model.model import Model
 from lockstep.engine.numerics.segments import segment_attention
 from lockstep.engine.weights.weights import Layer, Weights
@@ -21,30 +21,41 @@ def trainer_logits(model: Model, weights: Weights, sequences: list[list[int]]) -
     width = round_up(max(map(len, sequences)), model.row_multiple)
     ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in sequences])
     positions = torch.arange(width).clamp(max=model.max_len - 1)
-    cos, sin = (table[positions] for table in model.rotation)
-    x = F.embedding(ids, weights.embed).requires_grad_(torch.is_grad_enabled())
-    for layer in weights.layers:
-        h = _norm(x, layer.input_norm, config.eps)
-        x = x + _attention(model, layer, h, cos, sin)
-        x = x + _mlp(model, layer, _norm(x, layer.post_norm, config.eps))
-    return F.linear(_norm(x, weights.norm, config.eps), weights.head)
+    x = F.embedding(ids, weights.embed) * config.traits.embedding_scale
+    x = x.requires_grad_(torch.is_grad_enabled())
+    bare = config.traits.norms == "outputs"
+    for i, layer in enumerate(weights.layers):
+        h = x if bare else _norm(model, x, layer.attention_norm)
+        out = _attention(model, layer, h, positions, i)
+        x = x + _norm_output(model, out, layer.attention_norm, layer.attention_out_norm)
+        h = x if bare else _norm(model, x, layer.mlp_norm)
+        x = x + _norm_output(model, _mlp(model, layer, h), layer.mlp_norm, layer.mlp_out_norm)
+    return F.linear(_norm(model, x, weights.norm), weights.head)
 
 
-def _attention(model: Model, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    config = model.config
+def _attention(model: Model, layer: Layer, h: Tensor, positions: Tensor, i: int) -> Tensor:
+    config, traits = model.config, model.config.traits
     batch, length, _ = h.shape
     sizes = [config.q_size, config.kv_size, config.kv_size]
     none = (None, None, None)
     biases = none if layer.qkv_bias is None else layer.qkv_bias.split(sizes)
     q, k, v = (
-        F.linear(h, weight, bias).view(batch, length, -1, config.head_dim)
+        F.linear(h, weight, bias)
         for weight, bias in zip(layer.qkv.split(sizes), biases, strict=True)
     )
+    shape = batch, length, -1, config.head_dim
+    if traits.qk_norm == "head":
+        q, k = q.view(shape), k.view(shape)
     if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = _norm(q, layer.q_norm, config.eps), _norm(k, layer.k_norm, config.eps)
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    q, k = (part * cos + _rotate_half(part) * sin for part in (q, k))
-    out = segment_attention(q, k, v, None, model.scale).reshape(batch, length, -1)
+        q, k = _norm(model, q, layer.q_norm), _norm(model, k, layer.k_norm)
+    q, k, v = (part.view(shape).transpose(1, 2) for part in (q, k, v))
+    windowed = i in traits.windowed
+    if i not in traits.unrotated:
+        tables = model.window_rotation if windowed else model.rotation
+        cos, sin = (table[positions] for table in tables)
+        q, k = (part * cos + _rotate_half(part) * sin for part in (q, k))
+    window = traits.window if windowed else 0
+    out = segment_attention(q, k, v, None, model.scale, window).reshape(batch, length, -1)
     return F.linear(out, layer.out)
 
 
@@ -58,13 +69,22 @@ def _mlp(model: Model, layer: Layer, h: Tensor) -> Tensor:
         mixed = mix_experts(rows, ids, shares, layer.gate_up, layer.down, model.row_multiple)
         return mixed.view(h.shape)
     gate, up = layer.gate_up.chunk(2)
-    return F.linear(silu(F.linear(h, gate)) * F.linear(h, up), layer.down)
+    activation = silu if config.traits.activation == "silu" else gelu_tanh
+    return F.linear(activation(F.linear(h, gate)) * F.linear(h, up), layer.down)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm(model: Model, x: Tensor, weight: Tensor) -> Tensor:
     wide = x.float()
     variance = wide.pow(2).mean(-1, keepdim=True)
-    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+    normed = (wide * torch.rsqrt(variance + model.config.eps)).to(x.dtype)
+    offset = model.config.traits.norm_offset
+    return (weight + offset if offset else weight) * normed
+
+
+def _norm_output(model: Model, x: Tensor, only: Tensor, own: Tensor | None) -> Tensor:
+    if model.config.traits.norms == "outputs":
+        return _norm(model, x, only)
+    return x if own is None else _norm(model, x, own)
 
 
 def _rotate_half(x: Tensor) -> Tensor:

@@ -30,6 +30,17 @@ from lockstep.engine.weights.upload import check_finite, copier
 from lockstep.tokens.errors import CheckpointError
 
 _epochs = count()
+NORMS = {
+    "inputs": {"input": "attention_norm", "post_attention": "mlp_norm"},
+    "outputs": {"post_attention": "attention_norm", "post_feedforward": "mlp_norm"},
+    "both": {
+        "input": "attention_norm",
+        "post_attention": "attention_out_norm",
+        "pre_feedforward": "mlp_norm",
+        "post_feedforward": "mlp_out_norm",
+    },
+}
+"""Names of the norms of a layer in checkpoints and here, by `Traits.norms`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +60,20 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The packed tensors of one transformer layer."""
+    """The packed tensors of one transformer layer.
 
-    input_norm: Tensor
+    The norms of attention and MLP are those of their inputs, or of their outputs where only these
+    are normed. Where both are, the outputs have norms of their own.
+    """
+
+    attention_norm: Tensor
     qkv: Tensor
     out: Tensor
-    post_norm: Tensor
+    mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -107,15 +124,16 @@ class Layout:
     def _add_layer(self, i: int) -> None:
         c, at, to = self.config, f"model.layers.{i}.", f"layers.{i}."
         attn, mlp = at + "self_attn.", at + "mlp."
-        self._add(at + "input_layernorm.weight", to + "input_norm", (c.hidden,))
-        self._add(at + "post_attention_layernorm.weight", to + "post_norm", (c.hidden,))
+        for name, packed in NORMS[c.traits.norms].items():
+            self._add(f"{at}{name}_layernorm.weight", to + packed, (c.hidden,))
         heads = [("q_proj", c.q_size), ("k_proj", c.kv_size), ("v_proj", c.kv_size)]
         self._fuse(to + "qkv", [(f"{attn}{n}.weight", rows) for n, rows in heads], c.hidden)
-        if c.qkv_bias:
+        if c.traits.qkv_bias:
             self._fuse(to + "qkv_bias", [(f"{attn}{n}.bias", rows) for n, rows in heads])
-        if c.qk_norm:
-            self._add(attn + "q_norm.weight", to + "q_norm", (c.head_dim,))
-            self._add(attn + "k_norm.weight", to + "k_norm", (c.head_dim,))
+        if kind := c.traits.qk_norm:
+            widths = (c.head_dim, c.head_dim) if kind == "head" else (c.q_size, c.kv_size)
+            for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
+                self._add(f"{attn}{name}.weight", to + name, (width,))
         self._add(attn + "o_proj.weight", to + "out", (c.hidden, c.q_size))
         if i not in c.moe_layers:
             width = c.intermediate
