@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from lockstep.engine.families import ACTIVATIONS, FAMILIES, Family, Traits
 from lockstep.engine.numerics.block_shapes import Products, products
 from lockstep.tokens.errors import CheckpointError
+
+LONG_ROPES = ("longrope", "su")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,31 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRope:
+    """Phi's scaling of rotary frequencies, up to the context length of its training.
+
+    Beyond it all positions would change at once, and every key with them.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+    original_context: int
+
+    @classmethod
+    def of(cls, rope: dict[str, Any], raw: dict[str, Any]) -> LongRope:
+        """Return the scaling that these rotary parameters describe."""
+        field = "original_max_position_embeddings"
+        original = rope.get(field) or raw[field]
+        stretch = rope.get("factor") or raw["max_position_embeddings"] / original
+        default = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+        return cls(
+            factors=tuple(rope["short_factor"]),
+            attention_factor=rope.get("attention_factor") or default,
+            original_context=original,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +67,7 @@ class ModelConfig:
     rope_factor: float
     """Divisor of all rotary frequencies (rope type linear)."""
     rope_llama3: Llama3Rope | None
+    rope_long: LongRope | None
     max_position: int
     tied: bool
     traits: Traits
@@ -98,6 +127,7 @@ class ModelConfig:
             )
         _reject_unsupported(raw, family)
         rope = _read_rope(raw)
+        long = LongRope.of(rope, raw) if _rope_type(rope) in LONG_ROPES else None
         layers = raw["num_hidden_layers"]
         heads = raw["num_attention_heads"]
         moe = family.name == "qwen3_moe"
@@ -114,7 +144,8 @@ class ModelConfig:
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
             rope_factor=float(rope["factor"]) if _rope_type(rope) == "linear" else 1.0,
             rope_llama3=_read_llama3_rope(rope),
-            max_position=raw["max_position_embeddings"],
+            rope_long=long,
+            max_position=long.original_context if long else raw["max_position_embeddings"],
             tied=bool(raw.get("tie_word_embeddings", family.tied)),
             traits=family.traits(raw),
             eos_ids=_read_eos_ids(directory, raw),
@@ -173,11 +204,11 @@ def _rope_type(rope: dict[str, Any]) -> Any:
 
 def _read_llama3_rope(rope: dict[str, Any]) -> Llama3Rope | None:
     kind = _rope_type(rope)
-    if kind in ("default", "linear"):
+    if kind in ("default", "linear", *LONG_ROPES):
         return None
     if kind != "llama3":
         raise CheckpointError(
-            f"rope type {kind!r} is not supported: expected default, linear or llama3"
+            f"rope type {kind!r} is not supported: expected default, linear, llama3 or longrope"
         )
     return Llama3Rope(
         factor=rope["factor"],

@@ -97,10 +97,9 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
         model.register_forward_hook(lambda *_: mkl.share_products(True), always_call=True)
     multiple = row_multiple_of(model)
     for module in model.modules():
-        if isinstance(getattr(module, "act_fn", None), torch.nn.SiLU | SiLUActivation):
-            module.act_fn.forward = partial(_in_whole_rows, multiple, silu)
-        elif isinstance(getattr(module, "act_fn", None), GELUTanh):
-            module.act_fn.forward = partial(_in_whole_rows, multiple, gelu_tanh)
+        if isinstance(module, torch.nn.SiLU | SiLUActivation | GELUTanh):
+            function = gelu_tanh if isinstance(module, GELUTanh) else silu
+            module.forward = partial(_in_whole_rows, multiple, function)  # type: ignore[method-assign]
         # Cosines and sines are elementwise loops, whose last values differ with the threads.
         if hasattr(module, "rotary_emb"):
             module.rotary_emb.forward = partial(_rotation, multiple, module.rotary_emb)
@@ -194,6 +193,7 @@ def _unready(required: Products, dim: int, *, portable: bool) -> str | None:
 
 def _in_whole_rows(multiple: int, function: Any, x: Tensor) -> Any:
     """Apply a row-wise function to x (..., width), padded to a row multiple that keeps the bits."""
+    x = x.contiguous()  # a part of a wider product would be computed in other pieces
     rows = x.numel() // x.shape[-1]
     missing = -rows % multiple
     if not missing:
@@ -224,6 +224,10 @@ def _rotation(
 
     Models whose kinds of layers rotate differently name the kind.
     """
+    if getattr(rotary, "rope_type", "") == "longrope":
+        limit = int(rotary.config.original_max_position_embeddings)
+        if int(position_ids.max()) >= limit:
+            raise NotExact(f"a prepared model of this architecture takes at most {limit} tokens")
     kind = "" if layer_type is None else f"{layer_type}_"
     with torch.no_grad():
         frequencies = getattr(rotary, f"{kind}inv_freq").float()

@@ -1,4 +1,4 @@
-"""The supported architectures, and how the layers of each differ from those of Llama.
+"""Supported architectures, and how the layers of each differ from those of Llama.
 
 To add one: write a function that reads its traits from config.json, add it to FAMILIES, and add a
 random model of it to tests/engine/model/test_architectures.py. If its layers need a trait that no
@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What sets the layers of an architecture apart from those of Llama."""
+    """Differences of the layers of an architecture from those of Llama."""
 
     norms: Literal["inputs", "outputs", "both"] = "inputs"
     """Which sides of attention and MLP are normed: the outputs before they are added."""
@@ -31,6 +31,10 @@ class Traits:
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     """Factor of the attention scores; None for head_dim ** -0.5."""
+    fused: bool = False
+    """Whether checkpoints hold q, k, v in one tensor, and gate and up in another."""
+    rotated: float = 1.0
+    """Share of each head that is rotated by its position, from its beginning."""
     unrotated: frozenset[int] = frozenset()
     """Layers without rotary position embedding."""
     window: int = 0
@@ -64,11 +68,18 @@ def _smollm3(raw: Config) -> Traits:
     return Traits(unrotated=frozenset(i for i, turns in enumerate(rotated) if not turns))
 
 
-def _mistral(raw: Config) -> Traits:
+def _window(raw: Config) -> dict[str, Any]:
+    """Return the traits of a window in all layers, if it is shorter than the context."""
     window = raw.get("sliding_window")
-    if not window:
-        return Traits()
-    return Traits(window=window, windowed=frozenset(range(raw["num_hidden_layers"])))
+    if not window or window >= raw["max_position_embeddings"]:
+        return {}
+    return {"window": window, "windowed": frozenset(range(raw["num_hidden_layers"]))}
+
+
+def _phi3(raw: Config) -> Traits:
+    rope = raw.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    return Traits(fused=True, rotated=share, **_window(raw))
 
 
 def _olmo2(raw: Config) -> Traits:
@@ -108,8 +119,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family("qwen3_moe", lambda _: Traits(qk_norm="head")),
     "Qwen2ForCausalLM": Family("qwen2", lambda _: Traits(qkv_bias=True)),
     "LlamaForCausalLM": Family("llama", lambda _: Traits()),
-    "MistralForCausalLM": Family("mistral", _mistral),
+    "MistralForCausalLM": Family("mistral", lambda raw: Traits(**_window(raw))),
     "SmolLM3ForCausalLM": Family("smollm3", _smollm3, tied=True),
+    "Phi3ForCausalLM": Family("phi3", _phi3),
     "Olmo2ForCausalLM": Family("olmo2", _olmo2),
     "Gemma3ForCausalLM": Family("gemma3", _gemma3, tied=True, activation="hidden_activation"),
 }

@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -21,9 +22,9 @@ from transformers import (
     SmolLM3Config,
 )
 
-from lockstep.engine import ModelConfig
+from lockstep.engine import ModelConfig, exact
 from lockstep.tokens.errors import CheckpointError
-from tests.engine.checkpoints import edit_json, reference
+from tests.engine.checkpoints import ALL_LINEAR, edit_json, peft_model, reference
 from tests.engine.rig import Rig, ids
 
 COMMON: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
@@ -102,7 +103,22 @@ def gemma3() -> PretrainedConfig:
     )  # fmt: skip
 
 
-ARCHITECTURES = [qwen2, llama3, qwen3, qwen3_moe, mistral, smollm3, olmo2, gemma3]
+def phi3() -> PretrainedConfig:
+    """Return a config with fused projections that rotates 12 of 16 values of each head."""
+    return Phi3Config(
+        vocab_size=89, hidden_size=48, intermediate_size=84, num_attention_heads=3,
+        num_key_value_heads=1, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+        original_max_position_embeddings=1024,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [4.0] * 6,
+            "original_max_position_embeddings": 1024,
+        },
+        **COMMON,
+    )  # fmt: skip
+
+
+ARCHITECTURES = [qwen2, llama3, qwen3, qwen3_moe, mistral, smollm3, olmo2, gemma3, phi3]
 
 
 def write(config: PretrainedConfig, directory: Path) -> Path:
@@ -136,6 +152,26 @@ def test_a_random_model_has_the_logprobs_of_transformers(
         assert [e.logprob for e in completion.prompt_logprobs or [] if e] == expected[:-25]
         assert completion.logprobs == expected[-25:]
         assert rig.core.score(whole) == expected
+
+
+@pytest.mark.exact_arithmetic
+@pytest.mark.parametrize("make", [olmo2, gemma3, phi3])
+def test_adapters_of_every_layout_have_the_logprobs_of_peft(
+    make: Callable[[], PretrainedConfig], tmp_path: Path
+) -> None:
+    directory = write(make(), tmp_path / "base")
+    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if make is phi3 else ALL_LINEAR
+    model = peft_model(directory, modules=modules)
+    model.save_pretrained(tmp_path / "adapter")
+    rig = Rig(directory, arithmetic="exact", max_batch_tokens=64)
+    rig.adopt("a", tmp_path / "adapter")
+    completion = rig.generate(ids(1, 150, vocab=77), adapter="a", max_tokens=20)
+    with torch.no_grad():
+        logprobs = exact.token_logprobs(
+            exact.prepare(model), completion.prompt_ids + completion.token_ids
+        )
+    assert isinstance(logprobs, torch.Tensor)
+    assert completion.logprobs == logprobs.tolist()[-20:]
 
 
 @pytest.mark.parametrize("make", ARCHITECTURES)

@@ -269,6 +269,14 @@ def _target(config: ModelConfig, layer: int, module: str) -> tuple[str, int, int
             "up_proj": ("gate_up", width, config.hidden, width),
             "down_proj": ("down", 0, width, config.hidden),
         }
+    if config.traits.fused:
+        whole = config.q_size + 2 * config.kv_size
+        targets = {
+            "qkv_proj": ("qkv", 0, config.hidden, whole),
+            "o_proj": targets["o_proj"],
+            "gate_up_proj": ("gate_up", 0, config.hidden, 2 * config.intermediate),
+            "down_proj": targets["down_proj"],
+        }
     if module not in targets:
         raise AdapterError(
             f"adapter targets {module!r} in layer {layer}; supported are {', '.join(targets)}"

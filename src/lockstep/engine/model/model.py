@@ -138,8 +138,10 @@ class Model:
         self.row_multiple = CLOSE_ROW_MULTIPLE
         """Rows of a batch are padded to a multiple of this."""
         cos, sin = _rotation(frequencies(config), max_len)
+        if config.rope_long is not None:
+            cos, sin = (part * config.rope_long.attention_factor for part in (cos, sin))
         self.rotation = cos.to(device), sin.to(device)
-        """Cosines and sines by position, each (max_len, head_dim), fp32."""
+        """Cosines and sines by position, each (max_len, rotated width of a head), fp32."""
         self._turns = _turns(cos, sin).to(device=device, dtype=dtype)
         local = window_frequencies(config)
         self.window_rotation = self.rotation if local is None else _rotation(local, max_len)
@@ -278,7 +280,8 @@ class Model:
             normed = self._norm_heads(qk, layer)
             if i not in t.unrotated:
                 cos, sin = window_turns if i in t.windowed else turns
-                rotate(normed, cos, sin, out=qk)
+                width = cos.shape[-1]
+                rotate(normed[..., :width], cos, sin, out=qk[..., :width])
             elif normed is not qk:
                 qk.copy_(normed)
             self._write_kv(cache, i, heads[:, c.heads :], batch, places)

@@ -17,7 +17,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 def frequencies(config: ModelConfig) -> Tensor:
     """Return the rotary frequencies, fp32, in the operation order of transformers."""
-    plain = _unscaled(config.rope_theta, config.head_dim)
+    if config.rope_long is not None:
+        factors = torch.tensor(config.rope_long.factors, dtype=torch.float32)
+        return _unscaled(config.rope_theta, rotated_width(config), factors)
+    plain = _unscaled(config.rope_theta, rotated_width(config))
     if config.rope_llama3 is not None:
         return _scale_llama3(plain, config.rope_llama3)
     return plain if config.rope_factor == 1.0 else plain / config.rope_factor
@@ -29,9 +32,14 @@ def window_frequencies(config: ModelConfig) -> Tensor | None:
     return None if theta is None else _unscaled(theta, config.head_dim)
 
 
-def _unscaled(theta: float, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    return 1.0 / (theta**exponents)
+def rotated_width(config: ModelConfig) -> int:
+    """Return how many values of each head are rotated."""
+    return int(config.head_dim * config.traits.rotated)
+
+
+def _unscaled(theta: float, width: int, factors: Tensor | float = 1.0) -> Tensor:
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    return 1.0 / (factors * theta**exponents)
 
 
 def _scale_llama3(plain: Tensor, rope: Llama3Rope) -> Tensor:

@@ -53,7 +53,7 @@ def _attention(model: Model, layer: Layer, h: Tensor, positions: Tensor, i: int)
     if i not in traits.unrotated:
         tables = model.window_rotation if windowed else model.rotation
         cos, sin = (table[positions] for table in tables)
-        q, k = (part * cos + _rotate_half(part) * sin for part in (q, k))
+        q, k = (_rotate(part, cos, sin) for part in (q, k))
     window = traits.window if windowed else 0
     out = segment_attention(q, k, v, None, model.scale, window).reshape(batch, length, -1)
     return F.linear(out, layer.out)
@@ -85,6 +85,11 @@ def _norm_output(model: Model, x: Tensor, only: Tensor, own: Tensor | None) -> T
     if model.config.traits.norms == "outputs":
         return _norm(model, x, only)
     return x if own is None else _norm(model, x, own)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
+    return torch.cat((turned * cos + _rotate_half(turned) * sin, rest), -1)
 
 
 def _rotate_half(x: Tensor) -> Tensor:

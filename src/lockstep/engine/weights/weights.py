@@ -127,6 +127,8 @@ class Layout:
         for name, packed in NORMS[c.traits.norms].items():
             self._add(f"{at}{name}_layernorm.weight", to + packed, (c.hidden,))
         heads = [("q_proj", c.q_size), ("k_proj", c.kv_size), ("v_proj", c.kv_size)]
+        if c.traits.fused:
+            heads = [("qkv_proj", c.q_size + 2 * c.kv_size)]
         self._fuse(to + "qkv", [(f"{attn}{n}.weight", rows) for n, rows in heads], c.hidden)
         if c.traits.qkv_bias:
             self._fuse(to + "qkv_bias", [(f"{attn}{n}.bias", rows) for n, rows in heads])
@@ -138,6 +140,8 @@ class Layout:
         if i not in c.moe_layers:
             width = c.intermediate
             both = [(mlp + "gate_proj.weight", width), (mlp + "up_proj.weight", width)]
+            if c.traits.fused:
+                both = [(mlp + "gate_up_proj.weight", 2 * width)]
             self._fuse(to + "gate_up", both, c.hidden)
             self._add(mlp + "down_proj.weight", to + "down", (c.hidden, width))
             return
