@@ -1,7 +1,7 @@
 """The trainer's forward pass: logits and logprobs of token sequences, with the engine's bits.
 
 `lockstep train`, the Tinker API, TRL and `exact.token_logprobs` all use it. A prepared model
-(`exact.prepare`) on a CPU gets all sequences packed into one row without padding, in which a
+(`exact.prepare`) on a CPU gets all sequences packed into one row without padding, in which every
 beginning that several sequences share is computed once. Any other model gets one padded row per
 sequence.
 """
@@ -47,19 +47,19 @@ class TokenRows:
         cls,
         model: Any,
         sequences: Sequence[Sequence[int]],
-        shared: Sequence[int] | None = None,
         *,
+        share: bool = True,
         multiple: int | None = None,
     ) -> TokenRows:
         """Pack the sequences where the model allows it, else pad them to one length.
 
-        The first `shared[i]` tokens of sequence i may be computed together with equal beginnings of
-        other sequences. Rows are padded to a multiple of `multiple`, by default the model's own.
+        Packed sequences share their equal beginnings unless `share` is false. Rows are padded to a
+        multiple of `multiple`, by default the model's own.
         """
         if multiple is None:
             multiple = row_multiple_of(model)
         if packs(model):
-            row = pack(sequences, shared, multiple=multiple)
+            row = pack(sequences, share=share, multiple=multiple)
             return cls(row.ids_T, row.tokens_of, row)
         width = round_up(max(map(len, sequences)), multiple)
         rows = np.zeros((len(sequences), width), dtype=np.int64)
@@ -157,16 +157,15 @@ def target_logprobs(
     model: Any,
     sequences: Sequence[Sequence[int]],
     targets: Sequence[Tensor],
-    shared: Sequence[int] | None = None,
     *,
     multiple: int | None = None,
 ) -> list[Tensor]:
     """Return the logprob of every target, in the shapes of `targets`.
 
     `targets[i]` has one row for each token of sequence i: the id to score after that token (N,), or
-    K alternatives (N, K). `shared` and `multiple` are those of `TokenRows.arrange`.
+    K alternatives (N, K). `multiple` is that of `TokenRows.arrange`.
     """
-    rows = TokenRows.arrange(model, sequences, shared, multiple=multiple)
+    rows = TokenRows.arrange(model, sequences, multiple=multiple)
     logits_RV = rows.logits(model)
     depths = [target.numel() // len(ids) for target, ids in zip(targets, sequences, strict=True)]
     pairs = list(zip(rows.places, depths, strict=True))

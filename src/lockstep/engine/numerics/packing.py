@@ -1,7 +1,9 @@
 """Packing of sequences into one row without padding, with shared prefixes computed once.
 
 A token's result depends only on the tokens before it, and its bits do not depend on the rest of the
-row. A prompt with eight responses is therefore computed once, and each response attends to it.
+row. The sequences are therefore packed as a tree (see `prefix_tree`): a prompt with eight responses
+is computed once, and so is what the branches of a session have in common. Each run of tokens attends
+to the runs before it in the tree.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lockstep.engine.numerics.prefix_tree import prefix_tree
 from lockstep.engine.numerics.segments import attend
 
 Ints = npt.NDArray[np.int64]
@@ -79,20 +82,18 @@ class PackedRow:
 
 
 def pack(
-    sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None, *, multiple: int = 1
+    sequences: Sequence[Sequence[int]], *, share: bool = True, multiple: int = 1
 ) -> PackedRow:
     """Pack sequences into one row.
 
-    The first `shared[i]` tokens of sequence i are computed once for all sequences that start with
-    the same tokens; without `shared` nothing is shared. The row is padded at its end to a multiple
-    of `multiple`, so that no product has to pad it again.
+    Equal beginnings of sequences are computed once, unless `share` is false. The row is padded at
+    its end to a multiple of `multiple`, so that no product has to pad it again.
     """
     tokens: list[int] = []
     positions: list[int] = []
-    tokens_of: list[Ints] = []
-    runs: list[TokenRun] = []
-    prefixes: dict[tuple[int, ...], Ints] = {}
     nothing = np.zeros(0, dtype=np.int64)
+    tokens_of = [nothing] * len(sequences)
+    runs: list[TokenRun] = []
 
     def add(ids: Sequence[int], after: Ints) -> Ints:
         own = np.arange(len(tokens), len(tokens) + len(ids))
@@ -101,16 +102,13 @@ def pack(
         runs.append(TokenRun(after, own))
         return own
 
-    for at, ids in enumerate(sequences):
-        beginning = tuple(ids[: shared[at]]) if shared is not None else ()
-        before = nothing
-        if beginning:
-            if beginning not in prefixes:
-                prefixes[beginning] = add(beginning, nothing)
-            before = prefixes[beginning]
-        rest = ids[len(beginning) :]
-        own = add(rest, before) if rest else nothing
-        tokens_of.append(np.concatenate((before, own)))
+    paths: list[Ints] = []
+    for node in prefix_tree(sequences, share=share):
+        before = nothing if node.parent is None else paths[node.parent]
+        own = add(sequences[node.example][node.start : node.end], before)
+        paths.append(np.concatenate((before, own)))
+        for at in node.ends:
+            tokens_of[at] = paths[-1]
     if missing := -len(tokens) % multiple:
         add([0] * missing, nothing)
     packed, place = _group_runs(runs, len(tokens))

@@ -108,8 +108,7 @@ def pack_batch(
         places.append(at * (width - 1) + labelled - 1)
     if not sum(map(len, positions)):
         return None
-    shared = [int(own[0]) if len(own) else 0 for own in positions]
-    rows = TokenRows.arrange(model, sequences, shared, multiple=multiple)
+    rows = TokenRows.arrange(model, sequences, multiple=multiple)
     return PackedBatch(rows, positions, torch.from_numpy(np.concatenate(places)))
 
 

@@ -19,11 +19,14 @@ from lockstep.engine.forward_pass import (
     tempered_logprobs,
     token_logits,
 )
+from lockstep.engine.numerics.prefix_tree import in_tree_order, shared_lengths
 from lockstep.engine.processing import process_spans
 from lockstep.engine.text.grammars import Grammars
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainItem
 from lockstep.train.learning.expert_replay import ExpertReplay
+
+MOST_COPIES = 8
 
 
 class ItemLogprobs:
@@ -47,13 +50,17 @@ class ItemLogprobs:
 
     def passes(self, items: Sequence[TrainItem]) -> list[list[int]]:
         """Return the indices of the items of each forward pass."""
-        order = list(range(len(items)))
+        sequences = [item.sample.token_ids for item in items]
         if not packs(self._model):  # by length, so that a pass has little padding
-            order.sort(key=lambda at: len(items[at].sample.token_ids))
+            order = sorted(range(len(items)), key=lambda at: len(sequences[at]))
+        elif self._replay is not None:
+            order = list(range(len(items)))
+        else:
+            return tree_passes(sequences, self._config.learner.pass_tokens)
         passes: list[list[int]] = []
         tokens = 0
         for at in order:
-            length = len(items[at].sample.token_ids)
+            length = len(sequences[at])
             if not passes or tokens + length > self._config.learner.pass_tokens:
                 passes.append([])
                 tokens = 0
@@ -67,7 +74,7 @@ class ItemLogprobs:
         `positions[i]` is `sampled_at(items[i])`. Logprobs are normalised over the recorded
         supports. Where none was recorded, a token that these weights cannot draw has -inf.
         """
-        rows = self._arrange(items, positions)
+        rows = self._arrange(items)
         with self._experts(items, rows):
             own_NV, ids_N = token_logits(self._model, rows, positions)
         processed = self._config.rollout.logprobs == "processed"
@@ -87,15 +94,14 @@ class ItemLogprobs:
                 logprobs_NV = logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0.0)
             return chosen_N, entropies(logprobs_NV)
 
-    def _arrange(self, items: Sequence[TrainItem], positions: Sequence[Ints]) -> TokenRows:
+    def _arrange(self, items: Sequence[TrainItem]) -> TokenRows:
         sequences = [item.sample.token_ids for item in items]
         if self._replay is not None:
             # Versions may route the same prompt to different experts, so each sample keeps its own
             # prompt; and no experts were recorded for tokens that only pad a row.
             multiple = 1 if packs(self._model) else None
-            return TokenRows.arrange(self._model, sequences, multiple=multiple)
-        shared = [int(at[0]) if len(at) else 0 for at in positions]
-        return TokenRows.arrange(self._model, sequences, shared)
+            return TokenRows.arrange(self._model, sequences, share=False, multiple=multiple)
+        return TokenRows.arrange(self._model, sequences)
 
     def _experts(self, items: Sequence[TrainItem], rows: TokenRows) -> AbstractContextManager[None]:
         """Replay the recorded experts of the items in these rows."""
@@ -123,6 +129,30 @@ class ItemLogprobs:
             )  # fmt: skip
             shaped.append(processed_TV[at])
         return torch.cat(shaped)
+
+
+def tree_passes(sequences: Sequence[Sequence[int]], pass_tokens: int) -> list[list[int]]:
+    """Return the indices of the sequences of each pass, in which shared prefixes are computed once.
+
+    Such a prefix counts once in the tokens of a pass. Every sequence copies its keys for attention,
+    which is why a pass may also have no more than `MOST_COPIES` times as many tokens in all.
+    """
+    order = in_tree_order(sequences)
+    shared = [0, *shared_lengths([sequences[at] for at in order])]
+    passes: list[list[int]] = []
+    computed = copied = 0
+    for at, common in zip(order, shared, strict=True):
+        length = len(sequences[at])
+        if (
+            not passes
+            or computed + length - common > pass_tokens
+            or copied + length > MOST_COPIES * pass_tokens
+        ):
+            passes.append([])
+            computed = copied = common = 0
+        passes[-1].append(at)
+        computed, copied = computed + length - common, copied + length
+    return passes
 
 
 def sampled_at(item: TrainItem) -> Ints:

@@ -40,7 +40,6 @@ def score(model: Any, batch: list[TrainingSequence], multiple: int) -> list[torc
             model,
             [item.tokens for item in batch],
             [item.targets for item in batch],
-            [item.prompt_length for item in batch],
             multiple=multiple,
         )
 
@@ -68,15 +67,7 @@ def test_a_prompt_of_several_datums_is_computed_once(model: Any) -> None:
     )
     score(model, batch, 1)
     hook.remove()
-    assert seen == [PROMPT - 1 + 8 * 6]
-
-
-def test_a_datum_that_is_learnt_from_as_a_whole_has_no_prompt() -> None:
-    whole = sequence(0, 0, 6)
-    whole.inputs["weights"] = torch.ones(len(whole.tokens))
-    assert whole.prompt_length == 0
-    nothing = TrainingSequence(whole.tokens, whole.targets, {"advantages": torch.zeros(25)})
-    assert nothing.prompt_length == 0
+    assert seen == [PROMPT + 8 * 5]
 
 
 def test_a_pass_has_at_most_64_datums_and_16384_padded_tokens() -> None:

@@ -27,8 +27,6 @@ API_INPUTS = {
     "sequence_ratio_mask": "sequence_ratio_mask",
 }
 """The inputs of losses that a datum carries, with their names in the API."""
-SIGNALS = ("weights", "advantages", "sequence_ratio_mask")
-"""Inputs that are 0 where nothing is learnt, such as in a prompt."""
 UNSUPPORTED = {
     "stable_reinforce": "it needs sampler records that this server does not keep",
     "custom": "it needs an uploaded graph; forward_backward_custom of the SDK works without one",
@@ -42,19 +40,6 @@ class TrainingSequence:
     tokens: list[int]
     targets: Tensor
     inputs: dict[str, Tensor]
-
-    @property
-    def prompt_length(self) -> int:
-        """The number of tokens before the first that something is learnt from.
-
-        These tokens may be computed together with the equal prompts of other datums.
-        """
-        learnt = torch.zeros(len(self.tokens), dtype=torch.bool)
-        for name in SIGNALS:
-            if name in self.inputs:
-                learnt |= (self.inputs[name].reshape(len(self.tokens), -1) != 0).any(-1).cpu()
-        at = learnt.nonzero()
-        return int(at[0]) if len(at) else 0
 
     def loss_inputs(self, logprobs: Tensor) -> Mapping[str, Any]:
         """Return what a loss takes. Tokens without an advantage or a weight do not count."""

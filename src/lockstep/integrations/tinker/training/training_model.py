@@ -87,7 +87,6 @@ class TrainingModel:
                     model,
                     [item.tokens for item in batch],
                     [item.targets for item in batch],
-                    [item.prompt_length for item in batch],
                     multiple=multiple,
                 )
                 # The API documents sums over all tokens and datums, never means.
