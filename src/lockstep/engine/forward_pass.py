@@ -24,6 +24,8 @@ from lockstep.engine.processing import process_spans
 from lockstep.engine.text.grammars import Grammars
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.shaping import ShapedSpan
+from lockstep.tokens.support import Support
 
 ATTENTION_NAME = "lockstep_exact"
 """The name under which transformers knows the attention of a prepared model."""
@@ -151,6 +153,29 @@ def _sample_logprobs(model: Any, sample: Sample, grammars: Grammars | None) -> T
         )  # fmt: skip
     logprobs_NV = torch.log_softmax(logits_NV.float(), dim=-1)
     return logprobs_NV.gather(-1, ids_N[:, None]).squeeze(-1)
+
+
+def shaped_logits(
+    logits_NV: Tensor,
+    positions: Ints,
+    token_ids: Sequence[int],
+    spans: Sequence[ShapedSpan],
+    temperature: float,
+    *,
+    grammars: Grammars | None = None,
+    support: Support | None = None,
+) -> Tensor:
+    """Return the logits of the distributions that the tokens at `positions` were drawn from.
+
+    `logits_NV` predict these tokens. `spans` and `support` are those of the whole sequence.
+    """
+    at = torch.from_numpy(positions - 1).to(logits_NV.device)
+    whole_TV = logits_NV.new_zeros(len(token_ids) - 1, logits_NV.shape[-1])
+    processed_TV = process_spans(
+        whole_TV.index_copy(0, at, logits_NV), token_ids, spans, temperature,
+        grammars=grammars, support=support,
+    )  # fmt: skip
+    return processed_TV[at]
 
 
 def target_logprobs(

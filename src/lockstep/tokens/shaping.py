@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lockstep.tokens.grammar import Grammar
 
@@ -29,6 +29,18 @@ class Shaping:
     end_ids: tuple[int, ...] = ()
 
     @property
+    def changes(self) -> str:
+        """The options that are not at their defaults, such as "top_p 0.9, top_k 20"."""
+        values = {own.name: getattr(self, own.name) for own in fields(self)}
+        changed = [
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            if isinstance(value, int) else name
+            for name, value in values.items()
+            if name != "end_ids" and value != getattr(UNSHAPED, name)
+        ]  # fmt: skip
+        return ", ".join(changed)
+
+    @property
     def truncates(self) -> bool:
         """Whether the tokens that could be drawn depend on the weights."""
         return bool(self.top_p < 1 or self.top_k or self.min_p)
@@ -42,6 +54,9 @@ class Shaping:
             or self.grammar is not None
             or self.min_tokens
         )
+
+
+UNSHAPED = Shaping()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,18 @@ class Support:
             b"".join(part.counts for part in parts), b"".join(part.data for part in parts), vocab
         )
 
+    @classmethod
+    def placed(cls, parts: Sequence[tuple[int, Support]], rows: int) -> Support | None:
+        """Return `rows` rows with the parts at their starts, in order; None without a part."""
+        if not parts:
+            return None
+        vocab = max(own.vocab for _, own in parts)
+        pieces, at = [], 0
+        for start, own in parts:
+            pieces += [cls.unrecorded(start - at, vocab), own]
+            at = start + own.rows
+        return cls.join([*pieces, cls.unrecorded(rows - at, vocab)])
+
     @property
     def rows(self) -> int:
         return memoryview(self.counts).nbytes // 4

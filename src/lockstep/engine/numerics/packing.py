@@ -2,8 +2,8 @@
 
 A token's result depends only on the tokens before it, and its bits do not depend on the rest of the
 row. The sequences are therefore packed as a tree (see `prefix_tree`): a prompt with eight responses
-is computed once, and so is what the branches of a session have in common. Each run of tokens attends
-to the runs before it in the tree.
+is computed once, and so is what the branches of a session have in common. Each run of tokens
+attends to the runs before it in the tree.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class PackedRow:
         return out.index_select(0, self.place_T)[None]
 
 
-def pack(
-    sequences: Sequence[Sequence[int]], *, share: bool = True, multiple: int = 1
-) -> PackedRow:
+def pack(sequences: Sequence[Sequence[int]], *, share: bool = True, multiple: int = 1) -> PackedRow:
     """Pack sequences into one row.
 
     Equal beginnings of sequences are computed once, unless `share` is false. The row is padded at

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from lockstep.integrations.draws import Draws
 from lockstep.integrations.tinker.calls.futures import PROTOBUF, Futures, Pending, Result
 from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.protocol.protobuf_messages import encode_samples
@@ -60,6 +61,8 @@ class SamplingService:
         self.samplers = samplers
         self.cache_salt: str | None = None
         """Separates the cached prompts of this tenant from those of others."""
+        self.draws = Draws()
+        """What was sampled, for the check of what is learnt from it."""
         self._records: dict[str, SamplerRecord] = {}
         self._base = base
         self._store = store
@@ -146,6 +149,8 @@ class SamplingService:
                 )
             finally:
                 self._sampling -= 1
+            for own in completions:
+                self.draws.add(own)
             body = encode_samples(
                 completions,
                 prompt_logprobs=bool(request.prompt_logprobs),

@@ -161,7 +161,7 @@ class TinkerService:
         settings = self._trainer.settings(request.lora_config)
         model = self._trainer.model
         training = await self._in_thread(
-            lambda: TrainingModel(model, settings, self.base.max_tokens)
+            lambda: TrainingModel(model, settings, self.base.max_tokens, self.sampling.draws)
         )
         await self._trainer.check_served(settings)
         run = RunRecord(

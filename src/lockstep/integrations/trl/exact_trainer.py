@@ -25,15 +25,9 @@ def why_not_exact(trainer: Any) -> str | None:
     return f"it trains with dropout {max(rates)}: set it to 0" if max(rates) else None
 
 
-def samples_untruncated(args: Any) -> bool:
-    """Whether the sampler's logprobs are of the whole distribution, as TRL's are."""
-    return (
-        args.top_p == 1.0
-        and not args.top_k
-        and not args.min_p
-        and args.repetition_penalty == 1.0
-        and not args.generation_kwargs
-    )
+def same_distribution(args: Any) -> bool:
+    """Whether the trainer computes logprobs at the temperature and in the mode of the sampler."""
+    return not {"temperature", "logprob_mode"} & set(args.generation_kwargs or {})
 
 
 def learn_in_one_pass(trainer: Any) -> None:
@@ -41,12 +35,11 @@ def learn_in_one_pass(trainer: Any) -> None:
 
     They equal the sampler's bit for bit, so the importance-sampling correction would be 1. The
     training pass measures the difference under TRL's own metric names, and raises NotExact if there
-    is one. Nothing changes for a trainer that takes several steps on the same rollouts, or whose
-    sampler truncates the distribution.
+    is one. Nothing changes for a trainer that takes several steps on the same rollouts.
     """
     args = trainer.args
     reused = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
-    if reused or not samples_untruncated(args) or not trainer.vllm_importance_sampling_correction:
+    if reused or not same_distribution(args) or not trainer.vllm_importance_sampling_correction:
         return
     # With the correction on, TRL recomputes all logprobs in an extra pass before the loss.
     trainer.vllm_importance_sampling_correction = False
@@ -73,10 +66,10 @@ def measure_recomputed_logprobs(
 
     The trainer learns from its own logprobs and never reads the sampler's. `take_sampled` returns
     the completions of a generation on its first call after it. With `exact` a difference raises
-    NotExact, unless the sampler truncates the distribution.
+    NotExact.
     """
     score = trainer._get_per_token_logps_and_entropies
-    required = exact and samples_untruncated(trainer.args)
+    required = exact and same_distribution(trainer.args)
 
     def score_and_measure(*arguments: Any, **options: Any) -> Any:
         scored = score(*arguments, **options)

@@ -19,7 +19,8 @@ from lockstep.client.chat import Chat
 from lockstep.engine import exact as exactness
 from lockstep.engine.forward_pass import token_logprobs
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
-from lockstep.integrations.trl.exact_head import use_exact_head
+from lockstep.integrations.draws import Draws, check_recorded
+from lockstep.integrations.trl.exact_head import use_own_head
 from lockstep.integrations.trl.exact_trainer import (
     learn_in_one_pass,
     measure_recomputed_logprobs,
@@ -56,6 +57,7 @@ class LockstepGeneration:
         self._options_of_policy = {"url": url, "model": model, **options}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._sampled: list[Completion] = []
+        self._draws = Draws()
 
     def attach(self, trainer: Any, *, exact: bool | None = None) -> None:
         """Make the trainer sample from the fleet, and publish its weights whenever they changed.
@@ -79,6 +81,7 @@ class LockstepGeneration:
             tokenizer=trainer.processing_class, publishes=trainer.accelerator.is_main_process
         )
         is_exact = exact is not False and self._make_exact(required=exact is True)
+        self._use_own_heads(exact=is_exact)
         if recomputes_logprobs(trainer):
             measure_recomputed_logprobs(trainer, self._take_sampled, exact=is_exact)
         elif is_exact:
@@ -106,8 +109,14 @@ class LockstepGeneration:
                 raise
             log.info("close mode: trainer and workers do not agree bit for bit: %s", error)
             return False
-        use_exact_head(self._model, self._trainer.args.temperature)
         return True
+
+    def _use_own_heads(self, *, exact: bool) -> None:
+        """Score tokens as they were drawn, with the policy and with the reference model."""
+        temperature, reference = self._trainer.args.temperature, self._trainer.ref_model
+        use_own_head(self._model, temperature, self._draws, exact=exact)
+        if reference is not None:
+            use_own_head(reference, temperature, self._draws, exact=False)
 
     def _check_exact(self) -> None:
         """Raise NotExact if the trainer and the workers do not compute the same bits."""
@@ -173,14 +182,16 @@ class LockstepGeneration:
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
         """Return prompts, completions, and the processed logprob and id of every sampled token.
 
-        There is one row per prompt, in order. Raises BadRequest for images, and what the fleet
-        raises.
+        There is one row per prompt, in order. Raises BadRequest for images, BadSupport where the
+        workers did not record what tokens were drawn from, and what the fleet raises.
         """
         if images is not None and any(images):
             raise BadRequest("images are not supported: train on text only", param="images")
         with profiler or nullcontext():
             rows = self.policy.run(self._complete_all(prompts))
         self._sampled = rows
+        for row in rows:
+            self._remember(row)
         return (
             prompts,
             [list(row.token_ids) for row in rows],
@@ -199,6 +210,11 @@ class LockstepGeneration:
                     for at, (ids, n) in enumerate(runs)
                 ]
         return [completion for task in tasks for completion in task.result()]
+
+    def _remember(self, drawn: Completion | Sample) -> None:
+        """Keep what tokens were drawn from, for the passes of the trainer. Raises BadSupport."""
+        check_recorded(drawn)
+        self._draws.add(drawn)
 
     def _take_sampled(self) -> list[Completion]:
         """Return what the last `generate` sampled, once."""
@@ -255,6 +271,8 @@ class LockstepGeneration:
         if getattr(self, "_trainer", None) is not trainer:
             raise BadRequest("rollout_func needs its trainer: call attach(trainer) before train()")
         rollouts = self.policy.run(self._converse_all(play, options, prompts))
+        for sample, _ in rollouts:
+            self._remember(sample)
         rows = [sample_row(sample) for sample, _ in rollouts]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         extra = [dict(outcome or {}) for _, outcome in rollouts]

@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.client.chat import Chat
 from lockstep.integrations.trl.served_policy import ServedPolicy
 from lockstep.tokens import Sample
-from lockstep.tokens.errors import BadRequest, BadVersions, Conflict
+from lockstep.tokens.errors import BadRequest, BadSupport, BadVersions, Conflict
 from lockstep.train.failure import one_error
 from lockstep.train.learning.advantages import advantages
 from lockstep.train.rollout import seed_of
@@ -174,7 +174,9 @@ class LockstepRolloutWorker:
             return list(chat.messages[prompt_length:])
 
         seed = seed_of(self._seed, number, at)
-        return await self._policy.converse(converse, **self._options, seed=seed)
+        sample, messages = await self._policy.converse(converse, **self._options, seed=seed)
+        check_unshaped(sample)
+        return sample, messages
 
     async def _score(self, row: Mapping[str, Any], completions: list[list[Any]]) -> list[float]:
         """Return the sum of all reward functions for each completion, as TRL sums them."""
@@ -220,6 +222,19 @@ class LockstepRolloutWorker:
                 )
             await asyncio.sleep(POLL_SECONDS)
         return min(self._versions[label] for label in labels)
+
+
+def check_unshaped(sample: Sample) -> None:
+    """Raise BadSupport for tokens whose distribution was shaped by more than the temperature.
+
+    AsyncGRPOTrainer computes logprobs of the whole distribution and cannot be given another.
+    """
+    if sample.shaping:
+        raise BadSupport(
+            f"tokens were drawn with {sample.shaping[0].shaping.changes}, but AsyncGRPOTrainer "
+            "computes their logprobs without: sample without these options, or train with "
+            "GRPOTrainer and LockstepGeneration, which replay them"
+        )
 
 
 async def _send_prompt(chat: Chat, row: Mapping[str, Any]) -> None:

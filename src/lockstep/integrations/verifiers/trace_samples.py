@@ -82,17 +82,5 @@ def _sample(branch: Any, records: dict[int, Any], trained: set[int]) -> Sample |
         temperature=temperature,
         breaks=breaks,
         shaping=tuple(shaping),
-        support=_joined(supports, len(ids)),
+        support=Support.placed(supports, len(ids)),
     )
-
-
-def _joined(supports: list[tuple[int, Support]], total: int) -> Support | None:
-    """Return a row for each of `total` tokens, given the supports of turns and their starts."""
-    if not supports:
-        return None
-    vocab = max(own.vocab for _, own in supports)
-    rows, at = [], 0
-    for start, own in supports:
-        rows += [Support.unrecorded(start - at, vocab), own]
-        at = start + own.rows
-    return Support.join([*rows, Support.unrecorded(total - at, vocab)])

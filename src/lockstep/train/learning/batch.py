@@ -224,14 +224,14 @@ def check_mode(sample: Sample, config: TrainConfig) -> None:
 def check_support(sample: Sample, config: TrainConfig) -> None:
     """Raise BadSupport for tokens of a truncated distribution whose supports are not known."""
     if config.learner.support == "recorded" and sample.support_lost:
-        options = next(span.shaping for span in sample.shaping if span.shaping.truncates)
+        options = next(span.shaping for span in sample.shaping if span.shaping.truncates).changes
         workers = ", ".join(sample.workers) or "the server"
         raise BadSupport(
-            f"tokens were drawn with top_p {options.top_p:g}, top_k {options.top_k} and min_p "
-            f"{options.min_p:g}, but {workers} did not record the sets they were drawn from "
-            "(support: absent), so that every ratio would be biased: sample without truncation, "
-            "use workers that record the sets (Lockstep's do; vLLM with --return-sampling-mask and "
-            'a top_k), or accept the bias with learner.support = "reselected"',
+            f"tokens were drawn with {options}, but {workers} did not record the sets they were "
+            "drawn from (support: absent), so that every ratio would be biased: sample without "
+            "truncation, use workers that record the sets (Lockstep's do; vLLM with "
+            "--return-sampling-mask and a top_k), or accept the bias with learner.support = "
+            '"reselected"',
             param="learner.support",
         )
 

@@ -16,11 +16,11 @@ from lockstep.engine.forward_pass import (
     chosen_logprobs,
     entropies,
     packs,
+    shaped_logits,
     tempered_logprobs,
     token_logits,
 )
 from lockstep.engine.numerics.prefix_tree import in_tree_order, shared_lengths
-from lockstep.engine.processing import process_spans
 from lockstep.engine.text.grammars import Grammars
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainItem
@@ -118,17 +118,13 @@ class ItemLogprobs:
         """
         temperature = self._config.rollout.temperature
         parts = logits_NV.split([len(at) for at in positions])
-        shaped = []
-        for own_NV, item, tokens in zip(parts, items, positions, strict=True):
-            ids, spans = item.sample.token_ids, item.sample.shaping
-            at = torch.from_numpy(tokens - 1).to(own_NV.device)
-            whole_TV = own_NV.new_zeros(len(ids) - 1, own_NV.shape[-1]).index_copy(0, at, own_NV)
-            processed_TV = process_spans(
-                whole_TV, ids, spans, temperature, grammars=self._grammars,
-                support=item.sample.support,
-            )  # fmt: skip
-            shaped.append(processed_TV[at])
-        return torch.cat(shaped)
+        return torch.cat([
+            shaped_logits(
+                own_NV, at, item.sample.token_ids, item.sample.shaping, temperature,
+                grammars=self._grammars, support=item.sample.support,
+            )
+            for own_NV, item, at in zip(parts, items, positions, strict=True)
+        ])  # fmt: skip
 
 
 def tree_passes(sequences: Sequence[Sequence[int]], pass_tokens: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.engine import exact
+from lockstep.integrations.draws import Draws
 from lockstep.integrations.tinker.protocol.json_bodies import AdamParams
 from lockstep.integrations.tinker.protocol.protobuf_messages import (
     Datum,
@@ -21,6 +22,7 @@ from lockstep.integrations.tinker.protocol.protobuf_messages import (
 from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
 from lockstep.integrations.tinker.training.training_model import TrainingModel
 from lockstep.models import bundled
+from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from tests.engine.rig import Rig, ids
 
@@ -251,3 +253,31 @@ def test_settings_that_cannot_be_trained_are_an_error(base: LoraModel) -> None:
         trainer(base, train_attn=False, train_mlp=False, train_unembed=False)
     with pytest.raises(BadRequest, match=r"adam_params\.beta2 is 1\.0"):
         AdamParams(beta2=1.0).check()
+
+
+@pytest.mark.failure_mode("F100")
+def test_tokens_of_a_truncated_distribution_are_rejected_by_their_options(base: LoraModel) -> None:
+    """Only where their ratio counts: they may be examples, or earlier turns of what is learnt."""
+    draws = Draws()
+    model = TrainingModel(base, LoraSettings(rank=8, seed=1), 4096, draws)
+    engine = Rig(bundled("tiny"), logprob_mode="raw")
+    whole = engine.generate(ids(1, 9), max_tokens=6, seed=1)
+    cut = engine.generate(ids(2, 9), max_tokens=6, seed=1, top_p=0.9)
+    draws.add(whole)
+    draws.add(cut)
+
+    def learn(own: Completion, first: int, loss_fn: str = "importance_sampling") -> None:
+        tokens = [*own.prompt_ids, *own.token_ids, 7, 8]
+        signal = np.where(np.arange(1, len(tokens)) >= first, 1.0, 0.0)
+        inputs = {"target_tokens": tensor(tokens[1:]), "advantages": tensor(signal)}
+        if loss_fn == "cross_entropy":
+            inputs["weights"] = inputs.pop("advantages")
+        else:
+            inputs["logprobs"] = tensor(np.full(len(signal), -1.0))
+        model.forward_backward(chunk(Datum(tuple(tokens[:-1]), inputs), loss_fn=loss_fn))
+
+    learn(whole, 9)
+    with pytest.raises(BadRequest, match=r"data\[0\] has tokens that were drawn with top_p 0\.9"):
+        learn(cut, 9)
+    learn(cut, 9, "cross_entropy")
+    learn(cut, 15)

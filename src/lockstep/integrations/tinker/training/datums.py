@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.integrations.draws import Draws
 from lockstep.integrations.tinker.protocol.protobuf_messages import Datum
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.losses.loss import Loss
@@ -126,6 +127,26 @@ def read_datum(
             if own in arrays
         },
     )
+
+
+def check_whole_distribution(item: TrainingSequence, draws: Draws, field: str) -> None:
+    """Raise BadRequest if tokens that are learnt from were drawn from a part of the vocabulary.
+
+    The API's logprobs are those of the whole vocabulary, for the sampler and for the trainer, so
+    that no ratio of them is that of such tokens.
+    """
+    if not draws:
+        return
+    learnt = (item.inputs["advantages"] != 0).cpu()
+    for draw in draws.find([*item.tokens, int(item.targets[-1])]):
+        span = draw.span
+        if span.shaping.restricts and bool(learnt[max(span.start - 1, 0) : span.end - 1].any()):
+            raise BadRequest(
+                f"{field} has tokens that were drawn with {span.shaping.changes}, but its logprobs "
+                "are those of the whole vocabulary, so that every ratio would be biased: sample "
+                "what you learn from with top_p 1 and top_k -1",
+                param=field,
+            )
 
 
 def batches(items: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:

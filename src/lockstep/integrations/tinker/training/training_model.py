@@ -12,9 +12,15 @@ import torch
 
 from lockstep.engine.forward_pass import target_logprobs
 from lockstep.engine.probe import write_probe
+from lockstep.integrations.draws import Draws
 from lockstep.integrations.tinker.protocol.json_bodies import AdamParams
 from lockstep.integrations.tinker.protocol.protobuf_messages import ForwardBackwardRequest
-from lockstep.integrations.tinker.training.datums import api_loss, batches, read_datum
+from lockstep.integrations.tinker.training.datums import (
+    api_loss,
+    batches,
+    check_whole_distribution,
+    read_datum,
+)
 from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings, LoraTensors
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 
@@ -32,9 +38,17 @@ class ForwardResult:
 class TrainingModel:
     """The LoRA adapter of one training client under AdamW. Used from one thread."""
 
-    def __init__(self, model: LoraModel, settings: LoraSettings, max_tokens: int) -> None:
-        """Raises BadRequest for settings that this model does not support."""
+    def __init__(
+        self,
+        model: LoraModel,
+        settings: LoraSettings,
+        max_tokens: int,
+        draws: Draws | None = None,
+    ) -> None:
+        """`draws` has what was sampled. Raises BadRequest for settings that this model does not
+        support."""
         self._model = model
+        self._draws = Draws() if draws is None else draws
         self._max_tokens = max_tokens
         self.tensors = LoraTensors(model, settings)
         self._optimizer = torch.optim.AdamW(self.tensors.parameters)
@@ -77,6 +91,9 @@ class TrainingModel:
             )
             for at, datum in enumerate(request.data)
         ]  # fmt: skip
+        if "old_logprobs" in loss.inputs:
+            for at, item in enumerate(items):
+                check_whole_distribution(item, self._draws, f"data[{at}]")
         logprobs: list[npt.NDArray[np.float32]] = []
         total = 0.0
         learns = not request.forward_only
