@@ -34,6 +34,7 @@ SECTIONS = {
     "tracing": "tracing",
     "dashboard": "dashboard",
     "http": "http.bench",
+    "prefixes": "shared_prefixes",
     "demo": "demo",
 }
 """The module that measures each section, in the order of the table that opens the page."""

@@ -35,7 +35,7 @@ class Draw:
 
 
 class Draws:
-    """What rows were drawn from, with up to `most_bytes` of sets.
+    """The distributions that rows were drawn from, with up to `most_bytes` of sets.
 
     Past that, the oldest are dropped, and looking them up is an error. True once a distribution was
     shaped by more than the temperature. Can be used from several threads.
@@ -69,7 +69,8 @@ class Draws:
     def find(self, token_ids: Sequence[int]) -> list[Draw]:
         """Return the draws in a row, in order. Raises BadSupport for one that was dropped."""
         array = np.asarray(token_ids, dtype=np.int64)
-        digest, at, found = blake2b(digest_size=16), 0, []
+        digest, at = blake2b(digest_size=16), 0
+        draws: list[Draw] = []
         with self._lock:
             for end in sorted(length for length in self._lengths if length <= len(array)):
                 digest.update(array[at:end].tobytes())
@@ -82,8 +83,8 @@ class Draws:
                         f"{self._most_bytes // 2**20} MiB of newer ones came; train on samples "
                         "sooner, or sample without truncation"
                     )
-                found.append(draw)
-        return found
+                draws.append(draw)
+        return draws
 
     def _put(self, token_ids: Sequence[int], draw: Draw) -> None:
         key = blake2b(np.asarray(token_ids, dtype=np.int64).tobytes(), digest_size=16).digest()

@@ -81,7 +81,7 @@ def in_tree_order(sequences: Sequence[Sequence[int]]) -> list[int]:
 def shared_lengths(sequences: Sequence[Sequence[int]]) -> Iterator[int]:
     """Yield how many first tokens each sequence after the first has in common with the previous."""
     arrays = [np.asarray(ids, dtype=np.int64) for ids in sequences]
-    for one, other in pairwise(arrays):
-        length = min(len(one), len(other))
-        parts = np.flatnonzero(one[:length] != other[:length])
+    for first, second in pairwise(arrays):
+        length = min(len(first), len(second))
+        parts = np.flatnonzero(first[:length] != second[:length])
         yield int(parts[0]) if len(parts) else length

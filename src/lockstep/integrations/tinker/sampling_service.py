@@ -62,7 +62,7 @@ class SamplingService:
         self.cache_salt: str | None = None
         """Separates the cached prompts of this tenant from those of others."""
         self.draws = Draws()
-        """What was sampled, for the check of what is learnt from it."""
+        """The sampled rows, by which training recognizes truncated ones."""
         self._records: dict[str, SamplerRecord] = {}
         self._base = base
         self._store = store

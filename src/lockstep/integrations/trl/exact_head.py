@@ -111,15 +111,15 @@ class PackedBatch:
         parts = logits_NV.split([len(at) for at in self.positions])
         shaped = []
         for own_NV, ids, at in zip(parts, self.sequences, self.positions, strict=True):
-            found = draws.find(ids)
-            if len(at) and not found:
+            drawn = draws.find(ids)
+            if len(at) and not drawn:
                 raise BadSupport(
                     f"a row of {len(ids)} tokens is not one that was sampled, so that the sets of "
                     "its tokens are unknown: leave rows as they were sampled, or sample without "
                     "options such as top_p"
                 )
-            spans = [own.span for own in found]
-            support = support_of(found, len(ids))
+            spans = [own.span for own in drawn]
+            support = support_of(drawn, len(ids))
             shaped.append(shaped_logits(own_NV, at, ids, spans, temperature, support=support))
         return torch.cat(shaped)
 
