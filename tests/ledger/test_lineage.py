@@ -253,7 +253,7 @@ def test_origins_survive_a_restart_and_turns_without_one_are_read(talk: Talk) ->
     again = Ledger.from_turns(rows, [], ledger.renderer)
     assert [node.origin for node in again.nodes] == [CODEX, CHILD]
     assert again.samples() == ledger.samples()
-    older = [msgspec.msgpack.encode(msgspec.msgpack.decode(row)[:-2]) for row in rows]
+    older = [msgspec.msgpack.encode(msgspec.msgpack.decode(row)[:-3]) for row in rows]
     assert [each.kind for each in Ledger.from_turns(older, [], ledger.renderer).samples()] == [
         "main",
         "unknown",

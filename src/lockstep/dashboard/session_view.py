@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from lockstep.dashboard.branch_tokens import BranchTokens, TokenPage, token_text
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.sessions.info import SessionInfo
 from lockstep.ledger.branch_sample import trained_turns
+from lockstep.ledger.cut_turns import sampled_once
 from lockstep.ledger.lineage import Branch, find_branches
 from lockstep.ledger.tree import Node
 from lockstep.render import Renderer
@@ -192,13 +193,13 @@ def _session_line(info: SessionInfo, nodes: Sequence[Node], breaks: Counter[str]
         harness=next((branch.harness for branch in branches if branch.harness), ""),
         kinds=dict(Counter(branch.kind for branch in branches)),
         breaks=dict(breaks),
-        sampled=sum(len(node.sampled) for node in nodes),
+        sampled=sum(sampled_once(nodes).values()),
         prompt=_short(question),
     )
 
 
 def _tree(info: SessionInfo, nodes: Sequence[Node], breaks: Counter[str]) -> SessionTree:
-    branches = find_branches(nodes)
+    branches, counts = find_branches(nodes), sampled_once(nodes)
     owner: dict[int, Branch] = {}
     for branch in branches:
         for node in branch.last.path():
@@ -207,7 +208,7 @@ def _tree(info: SessionInfo, nodes: Sequence[Node], breaks: Counter[str]) -> Ses
     turns = [_turn_row(node, owner[node.index].number) for node in nodes if node.index in owner]
     return SessionTree(
         row=_session_line(info, nodes, breaks),
-        branches=[_branch_row(row) for row in branches],
+        branches=[_branch_row(row, counts) for row in branches],
         turns=turns,
     )
 
@@ -231,7 +232,7 @@ def _turn_row(node: Node, branch: int) -> TurnRow:
     )
 
 
-def _branch_row(branch: Branch) -> BranchRow:
+def _branch_row(branch: Branch, counts: Mapping[int, int]) -> BranchRow:
     own = [node for node in branch.last.path() if branch.owns(node)]
     return BranchRow(
         number=branch.number,
@@ -243,7 +244,7 @@ def _branch_row(branch: Branch) -> BranchRow:
         last=branch.last.index,
         turns=len(own),
         tokens=branch.last.end,
-        sampled=sum(len(node.sampled) for node in own),
+        sampled=sum(counts[node.index] for node in own),
         trainable=sum(len(node.sampled) for node in trained_turns(branch)),
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,7 +36,7 @@ def branch_samples(
     """
     wanted, way = check_kinds(kinds), check_weights(weights)
     samples: list[Sample] = []
-    trained: dict[int, int] = {}
+    trained: dict[int, _Trained] = {}
     for branch in find_branches(nodes):
         if wanted is not None and branch.kind not in wanted:
             continue
@@ -45,13 +45,41 @@ def branch_samples(
             turns = part.trained_turns(train_aborted)
             if branch.kind == "retry" and wanted is None:
                 turns = [turn for turn in turns if turn.index < branch.number]
-            own = [turn for turn in turns if branch.owns(turn)] if dedupe else turns
+            own = turns
+            if dedupe:
+                own = [turn for turn in turns if branch.owns(turn) and not _is_in(trained, turn)]
             if dedupe and not own and part.path[-1] is not end:
                 continue  # an inner part, which belongs to the previous branch
             samples.append(_sample(part, turns, own, trained, branch))
             for turn in own:
-                trained.setdefault(turn.index, len(samples) - 1)
+                _note(trained, turn, _Trained(len(samples) - 1, len(turn.sampled)))
     return weighted(samples, way)
+
+
+class _Trained(NamedTuple):
+    """The sample that trains a turn, and how many of its first tokens."""
+
+    sample: int
+    tokens: int
+
+
+def _is_in(trained: Mapping[int, _Trained], turn: Node) -> bool:
+    return turn.index in trained or turn.kept_of in trained
+
+
+def _note(trained: dict[int, _Trained], turn: Node, where: _Trained) -> None:
+    """Record that a turn is trained, and with a part of a cut turn the tokens of that one."""
+    trained.setdefault(turn.index, where)
+    if turn.kept_of is not None:
+        trained.setdefault(turn.kept_of, where)
+
+
+def _trained_in(part: _Part, trained: Mapping[int, _Trained]) -> Iterator[TrainedSpan]:
+    for node in part.own:
+        where = trained.get(node.index) or trained.get(-1 if node.kept_of is None else node.kept_of)
+        if where is not None and len(node.sampled):
+            end = node.sampled_start + min(where.tokens, len(node.sampled))
+            yield TrainedSpan(where.sample, node.sampled_start, end)
 
 
 def trained_turns(branch: Branch) -> list[Node]:
@@ -80,7 +108,7 @@ def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
                     f"{expected!r}: one sample cannot hold both; `samples` gives one for each",
                     param=name,
                 )
-    part = _Part(path, path, ())
+    part = _Part(path, path, (), path[-1])
     turns = part.trained_turns(train_aborted)
     return _sample(part, turns, turns, {})
 
@@ -101,16 +129,19 @@ def check_comparable(parent: Node | None, **values: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Turns of a branch that fit into one sample: `own`, and the path up to the last of them."""
+    """Turns of a branch that fit into one sample: `own`, and the path up to the last of them. `leaf`
+    is the last turn of the branch.
+    """
 
     path: Sequence[Node]
     own: Sequence[Node]
     split: tuple[str, ...]
+    leaf: Node
 
     def aborted_turns(self) -> list[Node]:
-        """Return the aborted turns that were not continued; a continued one is part of its turn."""
-        resumed = {node.parent.index for node in self.path if node.continues and node.parent}
-        return [node for node in self.own if node.finish == "abort" and node.index not in resumed]
+        """Return the aborted turn that nothing follows, if there is one; a continued one is trained.
+        """
+        return [node for node in self.own if node.finish == "abort" and node is self.leaf]
 
     def trained_turns(self, train_aborted: bool) -> list[Node]:
         aborted = () if train_aborted else {node.index for node in self.aborted_turns()}
@@ -125,7 +156,7 @@ def _parts(path: Sequence[Node]) -> list[_Part]:
         name for at, name in enumerate(COMPARABLE) if len({key[at] for key in by_key}) > 1
     )
     return [
-        _Part(path[: at[-1] + 1], [path[position] for position in at], split)
+        _Part(path[: at[-1] + 1], [path[position] for position in at], split, path[-1])
         for at in by_key.values()
     ]
 
@@ -134,7 +165,7 @@ def _sample(
     part: _Part,
     turns: Sequence[Node],
     own: Sequence[Node],
-    trained: Mapping[int, int],
+    trained: Mapping[int, _Trained],
     branch: Branch | None = None,
 ) -> Sample:
     """Return the sample of a part that trains its `own` turns; `trained` maps others to samples."""
@@ -167,11 +198,7 @@ def _sample(
         breaks=last.breaks,
         aborts=len(part.aborted_turns()),
         workers=tuple(dict.fromkeys(node.worker for node in part.own if node.worker)),
-        trained_in=tuple(
-            TrainedSpan(trained[node.index], node.sampled_start, node.end)
-            for node in turns
-            if node.index in trained and len(node.sampled)
-        ),
+        trained_in=tuple(_trained_in(part, trained)),
         split=part.split,
         shaping=tuple(
             ShapedSpan(node.sampled_start, node.end, node.shaping)

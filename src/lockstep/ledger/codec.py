@@ -59,6 +59,7 @@ class _Turn(msgspec.Struct, array_like=True):
     notes: bytes = b""
     origin: Origin | None = None
     support: _Support | None = None
+    kept_of: int | None = None
 
 
 _TURN = msgspec.msgpack.Decoder(_Turn)
@@ -86,7 +87,11 @@ def load_turns(
 def _linked(turns: Iterable[_Turn], before: Sequence[Node]) -> list[tuple[Node, Node | None]]:
     nodes, new = list(before), []
     for turn in turns:
-        for name, index in (("parent", turn.parent), ("twin", turn.twin)):
+        for name, index in (
+            ("parent", turn.parent),
+            ("twin", turn.twin),
+            ("kept_of", turn.kept_of),
+        ):
             if index is not None and not 0 <= index < len(nodes):
                 raise BadRequest(
                     f"turn {len(nodes)} of the stored session has {name} {index}, "
@@ -134,6 +139,7 @@ def _turn(node: Node, twin: int | None) -> _Turn:
         support=None
         if node.support is None
         else _Support(bytes(node.support.counts), bytes(node.support.data), node.support.vocab),
+        kept_of=node.kept_of,
     )
 
 
@@ -185,6 +191,7 @@ def _node(index: int, turn: _Turn, parent: Node | None, twin: Node | None) -> No
         support=None
         if turn.support is None
         else Support(turn.support.counts, turn.support.data, turn.support.vocab),
+        kept_of=turn.kept_of,
     )
 
 

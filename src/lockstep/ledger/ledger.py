@@ -21,6 +21,7 @@ from lockstep.http.off_loop import is_large_history, off_loop
 from lockstep.ledger import codec
 from lockstep.ledger.branch_sample import branch_sample, branch_samples
 from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
+from lockstep.ledger.cut_turns import kept_node
 from lockstep.ledger.matching import (
     EXPLAINED,
     UNREAD,
@@ -186,21 +187,38 @@ class Ledger:
 
         Raises as `commit` does.
         """
-        made = self.make_turns(plan, choices)
+        turns = list(choices)
+        made = self.make_turns(plan, turns)
         self.add_turns(made)
-        return [node for node, _ in made]
+        return [node for node, _ in made[-len(turns) :]]
 
     def make_turns(
-        self, plan: PromptPlan, choices: Iterable[tuple[Completion, Any]], *, after: int = 0
+        self,
+        plan: PromptPlan,
+        choices: Iterable[tuple[Completion, Any]],
+        *,
+        before: Sequence[MadeTurn] = (),
     ) -> list[MadeTurn]:
-        """Return the turns that `commit_all` would store, with `after` others before them, without
-        storing them; each with the turn it shares its prompt with. Raises as `commit` does.
+        """Return the turns that `commit_all` would store behind those of `before`, without storing
+        them; each with the turn it shares its prompt with. Raises as `commit` does.
+
+        Where the agent continued from a part of a cut turn, that part comes first, once.
         """
         made: list[MadeTurn] = []
-        index = len(self.nodes) + after
+        parent, index = plan.parent, len(self.nodes) + len(before)
+        if parent is not None:
+            self._check_mine(parent)
+        if parent is not None and plan.kept is not None:
+            same = kept_node(parent, plan.kept, index)
+            known = [*self.siblings(parent.parent), *(node for node, _ in before)]
+            parent = next((node for node in known if _is_same_part(node, same)), same)
+            if parent is same:
+                made.append((same, plan.parent))
+        own: list[MadeTurn] = []
         for completion, message in choices:
-            made.append(self._turn(index + len(made), plan, completion, message, made))
-        return made
+            turn = index + len(made) + len(own)
+            own.append(self._turn(turn, plan, parent, completion, message, own))
+        return [*made, *own]
 
     def add_turns(self, made: Iterable[MadeTurn]) -> None:
         """Store turns in order, skipping those that are stored already."""
@@ -225,6 +243,7 @@ class Ledger:
         self,
         index: int,
         plan: PromptPlan,
+        parent: Node | None,
         completion: Completion,
         message: Any,
         made: Sequence[MadeTurn],
@@ -232,9 +251,6 @@ class Ledger:
         """Return the node of a choice after those already made, and the one it shares its prompt
         with.
         """
-        parent = plan.parent
-        if parent is not None:
-            self._check_mine(parent)
         _check_prompt(plan.prompt_ids, completion.prompt_ids)
         stored = message if isinstance(message, Reply) else Reply(message)
         (fields,) = plain_messages([stored.message])
@@ -370,6 +386,9 @@ class Ledger:
         if (node := plan.parent) is None:
             return plan
         added = as_list(plan.prompt_ids)
+        if plan.kept is not None:
+            kept = node.ids()[: node.sampled_start + plan.kept.tokens]
+            return replace(plan, prompt_ids=[*kept, *added])
         whole = self.id_json.prompt(node, added) if lazy and added else [*node.ids(), *added]
         return replace(plan, prompt_ids=whole)
 
@@ -398,6 +417,10 @@ def _check_prompt(planned: Sequence[int], sent: Sequence[int]) -> None:
         f"the completion is of another prompt: {len(planned)} ids were planned and {len(sent)} "
         f"sent, first different at position {at}"
     )
+
+
+def _is_same_part(node: Node, part: Node) -> bool:
+    return node.kept_of == part.kept_of and len(node.sampled) == len(part.sampled)
 
 
 def _is_twin(node: Node, plan: PromptPlan, prompt: array[int]) -> bool:

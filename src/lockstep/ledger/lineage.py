@@ -26,6 +26,7 @@ REPEATS_ONLY_RETRIES = {"codex", "claude-code", "opencode", "qwen-code"}
 ALWAYS_WITH_TOOLS = {"claude-code", "opencode", "qwen-code"}
 """Harnesses whose calls without tools are side calls if the same agent has tools otherwise."""
 SIDE_KINDS = ("auxiliary", "retry")
+AGAIN = "the same prompt was sent again, and this answer not used"
 RECENT = 64
 """Number of turns to search backwards for the call that started a sub-agent."""
 LONG_TASK = 12
@@ -84,7 +85,9 @@ class _Lineage:
             self._children.setdefault(_parent_index(node), []).append(node)
         self._with_tools = {_who(node) for node in nodes if node.tools}
         self._discarded = {
-            node.index for siblings in self._children.values() for node in self._thrown(siblings)
+            node.index: evidence
+            for siblings in self._children.values()
+            for node, evidence in (*self._thrown(siblings), *self._cut(siblings))
         }
         self._lines: list[_Line] = []
         self._of: dict[int, _Line] = {}
@@ -147,7 +150,19 @@ class _Lineage:
             going, key=lambda child: (child.continues, child.index in self._children), default=None
         )
 
-    def _thrown(self, siblings: Sequence[Node]) -> Iterator[Node]:
+    def _cut(self, siblings: Sequence[Node]) -> Iterator[tuple[Node, str]]:
+        """Return the turns that were cut and that a later turn replaced."""
+        for at, node in enumerate(siblings):
+            if node.finish != "abort" or node.index in self._children:
+                continue
+            kept = [other for other in siblings if other.kept_of == node.index]
+            if kept:
+                longest = max(len(other.sampled) for other in kept)
+                yield node, f"cut; the agent continued from {longest} of {len(node.sampled)} tokens"
+            elif any(other.request_id != node.request_id for other in siblings[at + 1 :]):
+                yield node, "cut; the agent did not continue from it"
+
+    def _thrown(self, siblings: Sequence[Node]) -> Iterator[tuple[Node, str]]:
         """Return the discarded attempts among turns with the same prompt."""
         groups: dict[int, list[Node]] = {}
         for node in siblings:
@@ -164,7 +179,7 @@ class _Lineage:
             chosen = continued or [list(attempts)[-1]]
             for name, nodes in attempts.items():
                 if name not in chosen:
-                    yield from nodes
+                    yield from ((node, AGAIN) for node in nodes)
 
     def _any_gone_on(self, nodes: Sequence[Node]) -> bool:
         return any(node.index in self._children for node in nodes)
@@ -186,7 +201,7 @@ class _Lineage:
         """Classify a branch that begins with this turn, whose history is in the branch `before`."""
         origin = _origin(node)
         if node.index in self._discarded:
-            return "retry", "the same prompt was sent again, and this answer not used", before
+            return "retry", self._discarded[node.index], before
         if side := self._side(node):
             return "auxiliary", side, before or self._recent_line(node)
         own = self._active(node)

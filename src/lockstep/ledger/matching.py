@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lockstep.http.off_loop import SHORT_EXTENSION_CHARACTERS
+from lockstep.ledger.cut_turns import KeptPart, cut_turn, is_blank_after_cut
 from lockstep.ledger.tree import Match, Node, longest, text_size
 from lockstep.ledger.turn_cache import ReadMessages
 from lockstep.render.messages import (
@@ -43,7 +44,8 @@ class PromptPlan:
     `matched` is the stored history that the request begins with. Its turn is the `parent`, unless
     a prefix break made a new branch: `cause` is that break, and `breaks` are all up to it.
     `partial` holds what an aborted turn had sampled already: the whole turn is
-    `partial + completion.token_ids`. `by_ids` marks a prompt that came as ids.
+    `partial + completion.token_ids`. `by_ids` marks a prompt that came as ids. `kept` is the part of
+    an aborted parent that the prompt continues from, None for all of it.
     """
 
     prompt_ids: Sequence[int]
@@ -56,6 +58,7 @@ class PromptPlan:
     continues: bool = False
     partial: tuple[int, ...] = ()
     by_ids: bool = False
+    kept: KeptPart | None = None
 
     @property
     def bridged(self) -> bool:
@@ -72,6 +75,7 @@ class TurnRequest:
     history: tuple[Message, ...]
     tools_key: bytes
     match: Match
+    kept: KeptPart | None = None
 
 
 def read_request(
@@ -89,10 +93,9 @@ def read_request(
     key = canonical_tools(specs)
     # Templates write the tools before the first message: with other tools no id would be the same.
     match = longest((root for root in roots if root.tools == key), history)
-    if match.length == len(history):
+    if match.length == len(history) and (match.node is None or match.node.finish != "abort"):
         raise BadRequest(
-            "messages end with a turn of this session and add nothing new; append a message, "
-            "or continue an aborted turn with continue_",
+            "messages end with a turn of this session and add nothing new; append a message",
             param="messages",
         )
     return TurnRequest(plain, specs, _with_stored_reply(history, match), key, match)
@@ -113,6 +116,7 @@ def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer)
     The ledger puts the ids of the parent before them. Raises BadRequest when the template refuses
     the messages.
     """
+    request = _after_cuts(request, roots, renderer)
     cause, matched = _claims(request, roots)
     node = matched.node if cause is None else None
     if node is not None:
@@ -122,7 +126,7 @@ def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer)
     whole = renderer.render_plain(request.messages, request.tools)
     if node is not None:
         # A format without a bridge may still append: its whole render is then exact by itself.
-        stored = node.ids().tolist()
+        stored = _ids_before(request, node)
         if len(whole) > len(stored) and whole[: len(stored)] == stored:
             return _plan(request, whole[len(stored) :], matched)
     return _plan(request, whole, matched, cause)
@@ -140,7 +144,46 @@ def _plan(
         matched=matched,
         cause=cause,
         breaks=before if cause is None else (*before, cause),
+        kept=request.kept if cause is None and matched.node is not None else None,
     )
+
+
+def _after_cuts(
+    request: TurnRequest, roots: Sequence[Node], renderer: Renderer
+) -> TurnRequest:
+    """Return the request with its match extended over turns that were cut, and without the blank
+    messages that the agent inserted after them.
+    """
+    own = [root for root in roots if root.tools == request.tools_key]
+    while (at := _next_assistant(request)) is not None:
+        if is_blank_after_cut(own, request.history, at):
+            history = (*request.history[:at], *request.history[at + 1 :])
+            request = replace(
+                request,
+                messages=[*request.messages[:at], *request.messages[at + 1 :]],
+                history=history,
+                match=request.match if request.kept else longest(own, history),
+            )
+            continue
+        found = None if request.kept else cut_turn(own, request.history, at, renderer)
+        if found is None:
+            break
+        node, kept = found
+        request = replace(request, match=Match(node, at + 1), kept=kept)
+    return request
+
+
+def _next_assistant(request: TurnRequest) -> int | None:
+    """Return the position of the first assistant message after the stored history."""
+    start = request.match.length
+    new = enumerate(request.history[start:], start)
+    return next((at for at, message in new if message.role == "assistant"), None)
+
+
+def _ids_before(request: TurnRequest, node: Node) -> list[int]:
+    """Return the stored ids that the prompt begins with."""
+    ids = node.ids().tolist()
+    return ids if request.kept is None else ids[: node.sampled_start + request.kept.tokens]
 
 
 def light_prompt(request: TurnRequest, renderer: Renderer) -> PromptPlan | None:
@@ -195,7 +238,7 @@ def _extended(
     """Return the ids after the stored ones, or the cause why there is no exact continuation."""
     dropped = False
     if renderer.thinking == "template":
-        ids = node.ids().tolist()
+        ids = _ids_before(request, node)
         # The template decides what it keeps of earlier thinking, so it has to render everything.
         whole = renderer.render_plain(_restored(request, node), request.tools)
         if whole[: len(ids)] == ids:
@@ -208,7 +251,7 @@ def _extended(
         opened = opened.parent
     extension = renderer.extend(
         opened.prompt.tolist(),
-        (node.sampled if opened is node else node.ids()[opened.sampled_start :]).tolist(),
+        _ids_before(request, node)[opened.sampled_start :],
         request.messages[request.match.length :],
         request.tools,
         system=leading_system(request.messages),

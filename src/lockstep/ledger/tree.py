@@ -32,7 +32,9 @@ class Node:
     JSON: a user, metadata. `origin` is what its harness sent about itself.
 
     `new_messages` and `prompt` are shared between turns of the same request. `continues` marks a
-    turn that continues its aborted parent: its `reply` replaces the parent's.
+    turn that continues its aborted parent: its `reply` replaces the parent's. `kept_of` is the index
+    of an aborted turn of which this one holds the first tokens: those that the agent continued
+    from.
     """
 
     index: int
@@ -64,6 +66,7 @@ class Node:
     by_ids: bool = False
     notes: bytes = b""
     origin: Origin | None = None
+    kept_of: int | None = None
     children: list[Node] = field(default_factory=list, repr=False)
 
     @property

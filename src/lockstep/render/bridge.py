@@ -181,7 +181,7 @@ class TemplateBridge:
         """Return the verified continuation for this pattern of roles; computed once."""
         key = (pattern, after_tool)
         if key not in self._checked:
-            replies = (_CALL, _PLAIN) if pattern[0] == "tool" else (_PLAIN,)
+            replies = (_CALL, _PLAIN) if pattern[:1] == ("tool",) else (_PLAIN,)
             self._checked[key] = next(
                 (
                     _Way(reply, contextual)

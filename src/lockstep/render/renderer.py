@@ -202,7 +202,7 @@ class Renderer:
         which some templates repeat with every user message. `family_only` tries the family only,
         which with thinking="template" declines where the template drops thinking.
         """
-        if self._family_bridge is not None:
+        if self._family_bridge is not None and messages:
             marked = list(self.template.mark(messages))
             extension = self._family_bridge.extend(prompt_ids, completion_ids, marked, tools)
             if extension is not None:

@@ -52,6 +52,12 @@ class RoutedExperts:
         data = memoryview(self.data).cast("B")[skip * row_bytes :]
         return RoutedExperts(data, (self.rows - skip, *self.shape[1:]), self.dtype, start)
 
+    def up_to(self, rows: int) -> RoutedExperts:
+        """Return the first `rows` rows, without a copy."""
+        row_bytes = self.shape[1] * self.shape[2] * np.dtype(self.dtype).itemsize
+        data = memoryview(self.data).cast("B")[: rows * row_bytes]
+        return RoutedExperts(data, (rows, *self.shape[1:]), self.dtype, self.start)
+
     def check_covers(self, total_tokens: int) -> None:
         """Raise BadExperts unless the rows end where a sequence of `total_tokens` must end."""
         expected = max(total_tokens - 1 - self.start, 0)

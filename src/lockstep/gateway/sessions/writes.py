@@ -132,7 +132,7 @@ class SessionWrites:
         for turn in batch[:]:
             try:
                 self._check_open(cached)
-                made += cached.ledger.make_turns(turn.plan, turn.choices, after=len(made))
+                made += cached.ledger.make_turns(turn.plan, turn.choices, before=made)
             except Exception as error:
                 # Raised where the turn was committed; the other turns are still stored.
                 batch.remove(turn)
