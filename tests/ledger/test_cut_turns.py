@@ -54,7 +54,10 @@ KEPT = {
     "half of the text": (assistant("I add", thought=THOUGHT), TEXT.partition(" them")[0]),
     "text without thinking": (assistant("I add them."), TEXT.partition("\n<tool")[0]),
     "one call": (assistant("I add them.", call()), TEXT.partition(SECOND)[0]),
-    "both calls": (assistant("I add them.", call(), call("3 + 4")), TEXT.partition("\n<tool_call>\n{{")[0]),
+    "both calls": (
+        assistant("I add them.", call(), call("3 + 4")),
+        TEXT.partition("\n<tool_call>\n{{")[0],
+    ),
 }
 
 
@@ -133,7 +136,11 @@ def test_a_history_that_ends_with_the_kept_part_opens_the_next_turn(renderer: Re
 
 @pytest.mark.parametrize(
     "message",
-    [assistant("I subtract them."), assistant("I add them.", call("5 + 6")), assistant("I add them. Yes.")],
+    [
+        assistant("I subtract them."),
+        assistant("I add them.", call("5 + 6")),
+        assistant("I add them. Yes."),
+    ],
     ids=["other text", "another call", "more text"],
 )
 def test_another_message_in_the_place_of_a_cut_turn_is_an_edit(

@@ -394,7 +394,7 @@ class Core:
         if finish := sequence.append(sampled, self.served.version_of(sequence.adapter)):
             self._finish(sequence, finish, sampled)
         elif handle.stream:
-            handle.deliver(StreamedToken(sequence.index, sampled))
+            handle.deliver(StreamedToken(sequence.index, sampled, version=sequence.versions[-1]))
 
     # Endings
 

@@ -82,11 +82,14 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class StreamedToken:
-    """The event of one choice in one step: a token, the final completion, or both."""
+    """The event of one choice in one step: a token, the final completion, or both. `version` is that
+    of the token.
+    """
 
     index: int
     sampled: Sampled | None
     completion: Completion | None = None
+    version: str | None = None
 
 
 Event = StreamedToken | list[Completion] | LockstepError

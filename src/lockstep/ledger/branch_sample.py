@@ -139,8 +139,7 @@ class _Part:
     leaf: Node
 
     def aborted_turns(self) -> list[Node]:
-        """Return the aborted turn that nothing follows, if there is one; a continued one is trained.
-        """
+        """Return the aborted turn that nothing follows, if there is one; a continued one is trained."""
         return [node for node in self.own if node.finish == "abort" and node is self.leaf]
 
     def trained_turns(self, train_aborted: bool) -> list[Node]:

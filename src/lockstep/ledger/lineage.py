@@ -159,7 +159,10 @@ class _Lineage:
             if kept:
                 longest = max(len(other.sampled) for other in kept)
                 yield node, f"cut; the agent continued from {longest} of {len(node.sampled)} tokens"
-            elif any(other.request_id != node.request_id for other in siblings[at + 1 :]):
+            elif any(
+                other.finish != "abort" or other.request_id != node.request_id
+                for other in siblings[at + 1 :]
+            ):
                 yield node, "cut; the agent did not continue from it"
 
     def _thrown(self, siblings: Sequence[Node]) -> Iterator[tuple[Node, str]]:

@@ -148,9 +148,7 @@ def _plan(
     )
 
 
-def _after_cuts(
-    request: TurnRequest, roots: Sequence[Node], renderer: Renderer
-) -> TurnRequest:
+def _after_cuts(request: TurnRequest, roots: Sequence[Node], renderer: Renderer) -> TurnRequest:
     """Return the request with its match extended over turns that were cut, and without the blank
     messages that the agent inserted after them.
     """

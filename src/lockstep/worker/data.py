@@ -120,7 +120,14 @@ class DataPlane:
     async def _events(
         self, body: GenerateBody, request: embedded.EngineRequest
     ) -> AsyncIterator[bytes]:
-        stream = wire.GenerateStreamEncoder(request.request_id, request.prompt_ids, body.form)
+        mode = request.sampling.logprob_mode or self.engine.options.logprob_mode
+        stream = wire.GenerateStreamEncoder(
+            request.request_id,
+            request.prompt_ids,
+            body.form,
+            logprob_mode=mode,
+            worker=self.engine.options.worker,
+        )
         completions: list[Completion] = []
         async for piece in self.engine.stream(request):
             sampled = piece.sampled
@@ -136,6 +143,7 @@ class DataPlane:
                     [t.rank for t in tokens],
                     [t.top for t in tokens],
                     piece.completion,
+                    piece.version,
                 )
             )
         if body.include_usage:

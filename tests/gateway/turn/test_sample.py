@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.gateway.turn.sample import ChoiceProgress
+from lockstep.gateway.turn.progress import ChoiceProgress
 from lockstep.protocol.common.response import StreamDelta
 from lockstep.render import Renderer
 from lockstep.render.streaming_parser import StreamingParser

@@ -15,7 +15,7 @@ from lockstep.backends.repeated_choices import RepeatedChoices
 from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.protocol.common.response import StreamDelta, decode_response
+from lockstep.protocol.common.response import Provenance, StreamDelta, decode_response
 from lockstep.protocol.dynamo.decode_chat import DynamoStreamDecoder, decode_dynamo
 from lockstep.protocol.dynamo.encode_chat import encode_dynamo
 from lockstep.protocol.json.base64_extract import Base64Extractor
@@ -146,7 +146,8 @@ class DynamoTransport(RepeatedChoices):
     async def _follow(
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> CompletionStream:
-        decoder = DynamoStreamDecoder(self._reading(request, card, index))
+        reading = self._reading(request, card, index)
+        decoder, made = DynamoStreamDecoder(reading), Provenance.of(reading)
         body = encode_dynamo(request, mode=self._mode, stream=True)
         events = self._http.events(
             ROUTE, body, timeout=request.timeout, headers=_headers(request, index)
@@ -155,7 +156,7 @@ class DynamoTransport(RepeatedChoices):
             async with aclosing(events):
                 async for event in events:
                     for delta in decoder.feed(event):
-                        yield StreamDelta(index, delta.token_ids, delta.logprobs)
+                        yield StreamDelta(index, delta.token_ids, delta.logprobs, made)
         except (BadRequest, UnknownModel):
             await self._check_there()
             raise

@@ -41,6 +41,11 @@ class AcceptedVersions:
         """Return how many versions were accepted since a mark."""
         return self.mark() - mark
 
+    def throughout(self, mark: int) -> str | None:
+        """Return the version that was accepted from a mark until now; None if there are several or
+        none."""
+        return self._versions[-1] if self._versions and not self.behind(mark) else None
+
     async def confirm(self, completions: Iterable[Completion], since: int, worker: str) -> None:
         """Run `check`, after reading the leader's versions if a completion's version is not known
         here."""

@@ -232,15 +232,18 @@ class Pool:
         affinity: Affinity,
         open: Callable[[Worker], AsyncIterator[T]],
         request: GenerateRequest | None = None,
+        *,
+        deaths: int = 0,
     ) -> AsyncGenerator[T, None]:
         """Yield the items of `open(worker)` for the worker that `affinity` selects.
 
         Up to the first item, failures are handled as in `run`. After it the request stays on its
-        worker and errors are raised: the caller has seen a part of the response.
+        worker and errors are raised: the caller has seen a part of the response. `deaths` counts the
+        workers that were lost while they streamed the same request before.
         """
         self._suspects.check(request)
         self._check_any()
-        attempt = _Attempt(self, affinity, request)
+        attempt = _Attempt(self, affinity, request, deaths)
         loop = asyncio.get_running_loop()
         if not self._admission.take_now():
             await self._admission.take()
@@ -335,12 +338,16 @@ class _Attempt:
     )  # fmt: skip
 
     def __init__(
-        self, pool: Pool, affinity: Affinity, request: GenerateRequest | None = None
+        self,
+        pool: Pool,
+        affinity: Affinity,
+        request: GenerateRequest | None = None,
+        deaths: int = 0,
     ) -> None:
         self._pool = pool
         self._affinity = affinity
         self._request = request
-        self._deaths = 0
+        self._deaths = deaths
         self._tried: list[Worker] = []
         self._engine_failures = 0
         self.delivered = False

@@ -10,7 +10,8 @@ from contextlib import aclosing
 from time import time
 from typing import Any
 
-from lockstep.gateway.turn.sample import ChoiceProgress, TurnStream
+from lockstep.gateway.turn.progress import ChoiceProgress
+from lockstep.gateway.turn.sample import TurnStream
 from lockstep.gateway.turn.turn import GatewayTurn
 from lockstep.http import sse
 from lockstep.protocol.common.response import usage_of

@@ -329,8 +329,8 @@ class _BareEvents:
                     self._worker.id,
                 )
                 spans = choice.weight_versions or ()
-                self._worker.accepted.check_spans(spans, self._since, self._worker.id)
                 if choice.finish_reason:
+                    self._worker.accepted.check_spans(spans, self._since, self._worker.id)
                     self._finished.add(choice.index)
             yield
 

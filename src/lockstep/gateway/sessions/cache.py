@@ -44,6 +44,7 @@ class CachedSession:
     __slots__ = (
         "__weakref__",
         "counted_bytes",
+        "cut",
         "ended",
         "entry",
         "ledger",
@@ -62,6 +63,8 @@ class CachedSession:
         self.unsaved_breaks: list[tuple[bytes, str]] = []
         self.waiting: list[WaitingTurn] = []
         self.writing: asyncio.Task[None] | None = None
+        self.cut: set[asyncio.Future[int]] = set()
+        """Turns that were cut and are being stored: the next plan waits for them."""
         # Not a bound method of this object, through which the ledger would keep it alive.
         ledger.on_break = self.unsaved_breaks.append
 
@@ -258,6 +261,14 @@ class Session:
                 await self._owner.store(self._cached, plan, choices)
         if self._reservations:  # the store has counted the tokens
             self._reservations.pop().release()
+
+    def commit_cut(self, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]) -> None:
+        """Start to store what arrived of a turn whose client left or whose worker failed.
+
+        The next plan of this session waits for it. A failure to store it is logged. Raises Conflict
+        when the session was deleted.
+        """
+        self._owner.store_cut(self._cached, plan, choices)
 
 
 class ServiceClock:

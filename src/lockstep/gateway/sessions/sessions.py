@@ -265,6 +265,8 @@ class Sessions:
     async def begin_call(self, cached: CachedSession) -> None:
         """Count a call. Raises TooLarge or Busy at a limit, Forbidden when the session's budget is
         used up, Conflict when the session was deleted."""
+        if cached.cut:
+            await asyncio.wait(set(cached.cut))
         cached.check_alive()
         entry = cached.entry
         if entry.terms is not None:
@@ -333,6 +335,13 @@ class Sessions:
         """Store a turn; see Session.commit."""
         self._touch(cached.entry)
         await self._writes.commit(cached, plan, choices)
+
+    def store_cut(
+        self, cached: CachedSession, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]
+    ) -> None:
+        """Start to store a turn that was cut; see Session.commit_cut."""
+        self._touch(cached.entry)
+        self._writes.start_cut(cached, plan, choices)
 
     def _touch(self, entry: SessionEntry) -> None:
         entry.used, entry.active = self._clock(), self._service_clock.now()

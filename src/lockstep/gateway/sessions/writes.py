@@ -46,17 +46,40 @@ class SessionWrites:
         self, cached: CachedSession, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]
     ) -> None:
         """Store the choices of a reply; see Session.commit."""
+        stored = self._enqueue(cached, plan, choices)
+        count = await stored  # not in one line with +=, which reads before it waits
+        self._counts.turns += count
+        if cached.entry.terms is not None:
+            with suppress(Unavailable):  # the turn is stored; the next call stores the end
+                await self._keys.end_if_exhausted(cached.entry)
+
+    def start_cut(
+        self, cached: CachedSession, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]
+    ) -> None:
+        """Start to store a turn that was cut; see Session.commit_cut."""
+        stored = self._enqueue(cached, plan, choices)
+        cached.cut.add(stored)
+        name, cut, counts = cached.name, cached.cut, self._counts
+
+        def ended(written: asyncio.Future[int]) -> None:
+            cut.discard(written)
+            if written.cancelled() or (error := written.exception()) is None:
+                counts.turns += 0 if written.cancelled() else written.result()
+            else:
+                log.warning("session %r: a cut turn is not stored: %s", name, error)
+
+        stored.add_done_callback(ended)
+
+    def _enqueue(
+        self, cached: CachedSession, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]
+    ) -> asyncio.Future[int]:
         cached.check_alive()
         stored: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         cached.waiting.append(WaitingTurn(plan, choices, stored))
         if cached.writing is None:
             # A task of its own: a client that disconnects does not cancel a write under way.
             cached.writing = self._start(self._write_waiting(cached))
-        count = await stored  # not in one line with +=, which reads before it waits
-        self._counts.turns += count
-        if cached.entry.terms is not None:
-            with suppress(Unavailable):  # the turn is stored; the next call stores the end
-                await self._keys.end_if_exhausted(cached.entry)
+        return stored
 
     async def wait(self, cached: CachedSession) -> None:
         """Wait for the turns of a session that are being written."""

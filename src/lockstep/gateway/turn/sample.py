@@ -6,7 +6,7 @@ after the turn was stored in its session.
 
 from __future__ import annotations
 
-from array import array
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from time import time
@@ -16,13 +16,19 @@ from starlette.requests import Request
 
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
+from lockstep.gateway.turn.cut import is_cut, keep_cut
+from lockstep.gateway.turn.progress import ChoiceProgress
 from lockstep.gateway.turn.turn import GatewayTurn, reply_of
 from lockstep.http.http_request import unless_gone
 from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.openai.chat_response import ChatReply
-from lockstep.render.streaming_parser import MessagePart, StreamingParser
+from lockstep.render.streaming_parser import MessagePart
 from lockstep.tokens import Completion
-from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
+from lockstep.tokens.errors import ContractError, EngineFailure, MissingFinish, Unavailable
+
+log = logging.getLogger(__name__)
+RESTARTS = 2
+"""How often a turn is sampled again after a failure of its worker before the client got content."""
 
 
 async def sample_turn(http: Request, turn: GatewayTurn, pool: Pool) -> tuple[str, list[ChatReply]]:
@@ -44,40 +50,6 @@ async def sample_turn(http: Request, turn: GatewayTurn, pool: Pool) -> tuple[str
     return await unless_gone(http, sample())
 
 
-class ChoiceProgress:
-    """The tokens of one choice that have arrived, and the parser of its message."""
-
-    def __init__(self, parser: StreamingParser) -> None:
-        self.parser = parser
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-
-    def add(self, delta: StreamDelta) -> MessagePart:
-        """Take new tokens and return the part of the message that they complete."""
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        return self.parser.feed(delta.token_ids)
-
-    def complete(self, completion: Completion) -> None:
-        """Take the finished choice. Raises Misaligned unless it starts with what was streamed."""
-        count = len(self.token_ids)
-        if completion.token_ids[:count] != self.token_ids or (
-            len(self.logprobs) == count
-            and _as_float32(completion.logprobs[:count]) != _as_float32(self.logprobs)
-        ):
-            raise Misaligned(
-                f"choice {completion.index}: the finished choice does not begin with the {count} "
-                "tokens that were streamed"
-            )
-        self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
-
-
-def _as_float32(logprobs: list[float]) -> array[float]:
-    # Dynamo streams the shortest decimals of 32-bit floats and ends with the same numbers as
-    # doubles: -0.12345679 and -0.12345679104328156 are one logprob.
-    return array("f", logprobs)
-
-
 class StreamedPart(NamedTuple):
     """A new part of one choice; with the last part, `end` is the whole reply."""
 
@@ -87,17 +59,27 @@ class StreamedPart(NamedTuple):
 
 
 class TurnStream:
-    """The parts of one turn. `start` waits for the first tokens, `read` yields all parts."""
+    """The parts of one turn. `start` waits for the first tokens, `read` yields all parts.
+
+    A worker that fails before the first part is replaced, and the turn sampled again: the client
+    notices nothing. What had arrived of a turn that is cut is stored in its session as aborted.
+    """
 
     def __init__(self, turn: GatewayTurn, pool: Pool) -> None:
-        self._turn = turn
-        self.worker: str | None = None
+        self._turn, self._pool = turn, pool
+        self._worker: Worker | None = None
+        self._mark = 0
+        self._restarts = self._lost = 0
+        self._stored = False
         self.first_at: float | None = None
-        self.choices = [ChoiceProgress(turn.new_parser()) for _ in range(turn.request.sampling.n)]
-        self._items: AsyncGenerator[StreamDelta | Completion, None] = pool.stream(
-            turn.affinity, self._open, turn.request
-        )
         self._first: StreamDelta | Completion | None = None
+        self.choices: list[ChoiceProgress] = []
+        self._items = self._sample()
+
+    @property
+    def worker(self) -> str | None:
+        """The id of the worker that samples the turn, once one was chosen."""
+        return None if self._worker is None else self._worker.id
 
     @classmethod
     async def started(cls, http: Request, turn: GatewayTurn, pool: Pool) -> TurnStream:
@@ -107,8 +89,16 @@ class TurnStream:
         await unless_gone(http, stream.start())
         return stream
 
+    def _sample(self) -> AsyncGenerator[StreamDelta | Completion, None]:
+        turn = self._turn
+        # In place: the writer of a dialect holds the list.
+        self.choices[:] = [
+            ChoiceProgress(turn.new_parser()) for _ in range(turn.request.sampling.n)
+        ]
+        return self._pool.stream(turn.affinity, self._open, turn.request, deaths=self._lost)
+
     def _open(self, worker: Worker) -> AsyncIterator[StreamDelta | Completion]:
-        self.worker = worker.id
+        self._worker, self._mark = worker, worker.accepted.mark()
         return worker.stream(self._turn.request)
 
     async def start(self) -> None:
@@ -118,18 +108,51 @@ class TurnStream:
 
     async def read(self) -> AsyncGenerator[StreamedPart, None]:
         """Yield the parts as they arrive. Raises ContractError for a stream that breaks it."""
-        completions: list[Completion] = []
-        # Closing the items closes the connection to the worker, which then stops sampling.
-        async with aclosing(self._items):
-            item = self._first
-            while item is not None:
-                if isinstance(item, Completion):
-                    completions.append(item)
-                elif part := self._choice(item).add(item):
-                    yield StreamedPart(item.index, part)
-                item = await anext(self._items, None)
-        for part_with_end in await self._finish(completions):
+        sent = False
+        while True:
+            completions: list[Completion] = []
+            try:
+                # Closing the items closes the connection to the worker, which then stops sampling.
+                async with aclosing(self._items):
+                    item = self._first
+                    while item is not None:
+                        if isinstance(item, Completion):
+                            completions.append(item)
+                        elif part := self._choice(item).add(item):
+                            sent = True
+                            yield StreamedPart(item.index, part)
+                        item = await anext(self._items, None)
+                parts = await self._finish(completions)
+                break
+            except BaseException as error:
+                if is_cut(error) and not self._stored:
+                    self._keep(completions, error)
+                if sent or not await self._restart(error):
+                    raise
+        for part_with_end in parts:
             yield part_with_end
+
+    def _keep(self, completions: list[Completion], error: BaseException) -> None:
+        worker = self._worker
+        version = None if worker is None else worker.accepted.throughout(self._mark)
+        finished = {completion.index: completion for completion in completions}
+        keep_cut(self._turn, self.choices, finished, version, error)
+
+    async def _restart(self, error: BaseException) -> bool:
+        """Start to sample the turn again, if its worker failed in a way that another may not."""
+        if not isinstance(error, Unavailable | EngineFailure | MissingFinish) or self._stored:
+            return False
+        if self._restarts >= RESTARTS:
+            return False
+        self._restarts += 1
+        self._lost += isinstance(error, Unavailable)
+        log.warning(
+            "turn %s: sampled again, as its worker failed before any content: %s",
+            self._turn.id, error,
+        )  # fmt: skip
+        self._items = self._sample()
+        self._first = await anext(self._items, None)
+        return True
 
     def _choice(self, delta: StreamDelta) -> ChoiceProgress:
         if not 0 <= delta.index < len(self.choices):
@@ -156,5 +179,10 @@ class TurnStream:
             replies.append(reply_of(completion, parsed))
         return [
             StreamedPart(reply.completion.index, rest[reply.completion.index], reply)
-            for reply in await self._turn.commit(replies)
+            for reply in await self._commit(replies)
         ]
+
+    async def _commit(self, replies: list[ChatReply]) -> list[ChatReply]:
+        # Cancelling the commit does not undo its write: from here on the turn is not cut.
+        self._stored = True
+        return await self._turn.commit(replies)

@@ -101,15 +101,7 @@ class GatewayTurn:
         """
         ordered = sorted(replies, key=lambda reply: reply.completion.index)
         if self.session is not None:
-            notes = self.chat.notes
-            choices = [
-                (
-                    reply.completion,
-                    Reply(reply.message, reply.tool_parse_error, notes, self.origin),
-                )
-                for reply in ordered
-            ]
-            await self.session.commit(self.plan, choices)
+            await self.session.commit(self.plan, self.stored(ordered))
         # A stream has sent its headers by now: only whole responses carry the versions.
         versions = [span.version for reply in ordered for span in reply.completion.versions]
         if versions:
@@ -117,6 +109,14 @@ class GatewayTurn:
                 quote(version, safe="-._~:/@+=") for version in dict.fromkeys(versions)
             )
         return ordered
+
+    def stored(self, replies: Sequence[ChatReply]) -> list[tuple[Completion, Reply]]:
+        """Return the replies as the session stores them."""
+        notes = self.chat.notes
+        return [
+            (reply.completion, Reply(reply.message, reply.tool_parse_error, notes, self.origin))
+            for reply in replies
+        ]
 
 
 def reply_of(completion: Completion, parsed: ParsedMessage) -> ChatReply:

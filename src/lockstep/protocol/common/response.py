@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -51,12 +51,32 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Provenance:
+    """How streamed tokens were made, as far as their server tells before the stream ends.
+
+    `version` is that of the newest token, None if only the end tells it.
+    """
+
+    logprob_mode: LogprobMode
+    version: str | None = None
+    worker: str | None = None
+    adapter: str | None = None
+
+    @classmethod
+    def of(cls, reading: Reading) -> Provenance:
+        """Return what is known of a server whose stream does not tell more."""
+        version = None if reading.version == UNKNOWN_VERSION else reading.version
+        return cls(reading.logprob_mode, version, reading.worker, reading.adapter)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamDelta:
     """Tokens that a stream has just brought for choice `index`, with their logprobs."""
 
     index: int
     token_ids: list[int]
     logprobs: list[float]
+    made: Provenance | None = field(default=None, compare=False)
 
 
 class GenerateUsage(msgspec.Struct):

@@ -15,6 +15,7 @@ import msgspec
 from lockstep.protocol.common.decode_error import NO_ERROR, error_of, raise_stated
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
+    Provenance,
     Reading,
     StreamDelta,
     decode_response,
@@ -261,7 +262,9 @@ class SglangStreamDecoder:
                 f"a streamed event has {len(ids)} tokens after one with {self._seen}: expected "
                 "cumulative events (the server must not stream incremental output)"
             )
-        delta = StreamDelta(self._reading.index, ids[self._seen :], logprobs[self._seen :])
+        made = Provenance.of(self._reading)
+        new = slice(self._seen, None)
+        delta = StreamDelta(self._reading.index, ids[new], logprobs[new], made)
         self._seen, self._last = len(ids), event
         return [delta]
 

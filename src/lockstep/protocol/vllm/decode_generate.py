@@ -7,6 +7,7 @@ Dynamo's (`"token": "token_id:N"`, experts as an object), and Lockstep's own, wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
     BareLogprobEntry,
     LogprobEntry,
+    Provenance,
     RankedLogprobEntry,
     Reading,
     StreamDelta,
@@ -135,6 +137,7 @@ class GenerateStreamDecoder:
         self._whole: AnyResponse = VllmResponse[LogprobEntry]()
         self._choices: dict[int, AnyChoice] = {}
         self._values: list[Base64Text] = []
+        self._made = Provenance.of(reading)
 
     def feed(self, event: bytes | bytearray) -> list[StreamDelta]:
         """The tokens that this event brought. Raises what the server states as an error."""
@@ -145,7 +148,7 @@ class GenerateStreamDecoder:
         for tokens in self.collect(events):
             for index, ids, values in tokens:
                 # Copies: a delta that the caller keeps must not grow with the choice.
-                yield StreamDelta(index, list(ids), list(values))
+                yield StreamDelta(index, list(ids), list(values), self._provenance(index))
 
     def collect(self, events: Sequence[bytes | bytearray]) -> Iterator[list[Tokens]]:
         """Yield the tokens of each event, checked when it is taken. Raises as `feed` does.
@@ -194,6 +197,19 @@ class GenerateStreamDecoder:
         elif new.sampling_mask is not None:
             old.sampling_mask = new.sampling_mask
         return index, ids, values
+
+    def _provenance(self, index: int) -> Provenance:
+        spans, made = self._choices[index].weight_versions, self._made
+        version = spans[-1].version if spans else made.version
+        mode, worker = self._whole.logprob_mode or made.logprob_mode, self._whole.worker
+        if (
+            version != made.version
+            or mode != made.logprob_mode
+            or worker not in (None, made.worker)
+        ):
+            made = replace(made, version=version, logprob_mode=mode, worker=worker or made.worker)
+            self._made = made
+        return made
 
     def _keep(self, field: str, extracted: ExtractedBody) -> str:
         self._values.append(extracted.text(field))

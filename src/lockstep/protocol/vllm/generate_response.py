@@ -99,7 +99,7 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 
 
 class GenerateChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One streamed event; versions, experts, supports and how it was made come with the last."""
+    """One streamed event; experts and supports come with the last, versions also where they change."""
 
     request_id: str
     usage: GenerateUsage | None
@@ -226,8 +226,18 @@ def generate_response(
 class GenerateStreamEncoder:
     """Makes the chunks of one streamed response, and counts what its usage must say."""
 
-    def __init__(self, request_id: str, prompt_ids: Sequence[int], form: Form) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        form: Form,
+        *,
+        logprob_mode: str | None = None,
+        worker: str | None = None,
+    ) -> None:
         self._request_id = request_id
+        self._logprob_mode, self._worker = logprob_mode, worker
+        self._spans: dict[int, list[VersionSpan]] = {}
         self._prompt_ids = prompt_ids
         self._form = form
         self._started = False
@@ -241,8 +251,13 @@ class GenerateStreamEncoder:
         ranks: list[int] | None,
         tops: Sequence[tuple[Ranked, ...]] | None,
         completion: Completion | None,
+        version: str | None = None,
     ) -> GenerateChunk:
-        """The new tokens of one choice, with its ending when `completion` is its completion."""
+        """The new tokens of one choice, with its ending when `completion` is its completion.
+
+        The spans so far are sent with the first token of each `version`, so that a stream that is
+        cut has told under which weights its tokens were sampled.
+        """
         self._tokens += len(token_ids)
         choice = GenerateChoice(
             index=index,
@@ -261,6 +276,10 @@ class GenerateStreamEncoder:
                 as_list(self._prompt_ids) if first and self._form.prompt_ids else None
             ),
         )
+        if first:
+            chunk.logprob_mode, chunk.worker = self._logprob_mode, self._worker
+        if version is not None and completion is None:
+            choice.weight_versions = self._new_spans(index, version, len(token_ids))
         if completion is not None:
             choice.routed_experts = experts_field(completion.experts, self._form.experts)
             choice.sampling_mask = support_field(completion.support, self._form.support)
@@ -273,6 +292,15 @@ class GenerateStreamEncoder:
             chunk.worker = completion.worker
             chunk.adapter = completion.adapter
         return chunk
+
+    def _new_spans(self, index: int, version: str, count: int) -> Sequence[VersionSpan] | None:
+        spans = self._spans.setdefault(index, [])
+        end = spans[-1].end if spans else 0
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, end + count)
+            return None
+        spans.append(VersionSpan(version, end, end + count))
+        return tuple(spans)
 
     def usage(self) -> GenerateChunk:
         usage = usage_of(len(self._prompt_ids), self._tokens)
