@@ -13,6 +13,11 @@ def event(payload: msgspec.Struct | dict[str, object]) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
+def comment(payload: msgspec.Struct | dict[str, object]) -> bytes:
+    """Return a comment with this payload as its JSON, which clients do not read."""
+    return b": " + msgspec.json.encode(payload) + b"\n\n"
+
+
 class EventReader:
     """Decoder of a byte stream into the data of its events, wherever the network cut it.
 

@@ -333,3 +333,7 @@ class Unavailable(LockstepError):
 class DeadlineExceeded(LockstepError):
     code = "deadline_exceeded"
     status = 504
+
+
+WORKER_FAILURES = (Unavailable, EngineFailure, MissingFinish)
+"""Errors of a worker: the same request may succeed on another one, or a little later."""

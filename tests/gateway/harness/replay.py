@@ -16,6 +16,7 @@ from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server.server import listen, serving, url_of
 from lockstep.models import bundled
 from lockstep.scripted.core import ScriptedCore
+from lockstep.scripted.responder import Responder
 from lockstep.scripted.script import Rule, Script, ScriptedCall, ScriptedError
 from lockstep.tokens import Sample
 from lockstep.tokens.lineage import KINDS
@@ -30,8 +31,20 @@ class Replay:
 
     def __init__(self, url: str, script: Script, engine: Engine, sessions: Sessions) -> None:
         self._script, self._engine = script, engine
+        self._responder = Responder(script, bundled("tiny") or Path())
+        self.renderer = self._responder.renderer
         self.sessions = sessions
         self.http = httpx.AsyncClient(base_url=url, timeout=120)
+
+    def say(self, *rules: Rule) -> None:
+        """Sets what the engine says next."""
+        self._script.say(*rules)
+
+    def reply_ids(self, rule: Rule) -> list[int]:
+        """The tokens of a reply, without the one that ends it."""
+        script = Script([rule])
+        ids = Responder(script, bundled("tiny") or Path()).take([0]).token_ids
+        return ids[:-1] if ids[-1] in self.renderer.stop_token_ids else ids
 
     async def run(self, name: str, *, grow: bool = True) -> list[tuple[Exchange, httpx.Response]]:
         """Sends every request of a run within a session of its name.
@@ -62,9 +75,10 @@ class Replay:
         cached = self.sessions.cache.find(name)
         return {} if cached is None else dict(cached.ledger.break_counts)
 
-    async def samples(self, name: str) -> list[Sample]:
-        """The samples of a run, attempts that were thrown away too, each re-scored to the bit."""
-        samples = await self.sessions.samples(name, kinds=KINDS)
+    async def samples(self, name: str, *, train: bool = False) -> list[Sample]:
+        """The samples of a run, each re-scored to the bit; those of attempts that were thrown away
+        train as well, unless the samples are those to `train` on."""
+        samples = await self.sessions.samples(name, kinds=None if train else KINDS)
         scored = await self._engine.score_all([list(each.token_ids) for each in samples])
         for sample, scores in zip(samples, scored, strict=True):
             for at, sampled in enumerate(sample.sampled_mask):
@@ -73,11 +87,11 @@ class Replay:
 
 
 class _Prompter(Script):
-    """A script of one rule, which is set before each request."""
+    """A script whose rules are set before each request."""
 
-    def say(self, rule: Rule) -> None:
-        self.rules[:] = [rule]
-        self._uses[:] = [0]
+    def say(self, *rules: Rule) -> None:
+        self.rules[:] = rules
+        self._uses[:] = [0] * len(rules)
 
 
 def _rule(reply: RecordedReply) -> Rule:

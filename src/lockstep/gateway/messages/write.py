@@ -12,7 +12,7 @@ from lockstep.gateway.turn.turn import GatewayTurn
 from lockstep.protocol.anthropic import messages_response as wire
 from lockstep.protocol.common.thinking_seal import seal
 from lockstep.protocol.openai.chat_response import ChatReply
-from lockstep.tokens.errors import LockstepError, Unavailable
+from lockstep.tokens.errors import WORKER_FAILURES, LockstepError, Unavailable
 
 Kind = Literal["thinking", "text"]
 StoreMessage = Callable[[wire.AnthropicMessage], None]
@@ -55,8 +55,8 @@ def stop_of(turn: GatewayTurn, reply: ChatReply) -> tuple[wire.StopReason, str |
 
 
 class MessageStream:
-    """The events of one turn; an error after the start becomes an event. `store` gets the whole
-    message before the client has the last event.
+    """The events of one turn; an error after the start becomes an event, unless its worker failed.
+    `store` gets the whole message before the client has the last event.
     """
 
     def __init__(self, turn: GatewayTurn, parts: TurnStream, store: StoreMessage) -> None:
@@ -78,6 +78,8 @@ class MessageStream:
                 async for part in parts:
                     for event in self._part_events(part):
                         yield event
+        except WORKER_FAILURES:
+            raise  # the connection is closed, on which agents retry
         except LockstepError as error:
             yield wire.event("error", **_without_type(error, self._turn.id))
 

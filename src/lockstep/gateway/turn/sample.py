@@ -24,7 +24,7 @@ from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.openai.chat_response import ChatReply
 from lockstep.render.streaming_parser import MessagePart
 from lockstep.tokens import Completion
-from lockstep.tokens.errors import ContractError, EngineFailure, MissingFinish, Unavailable
+from lockstep.tokens.errors import WORKER_FAILURES, ContractError, MissingFinish, Unavailable
 
 log = logging.getLogger(__name__)
 RESTARTS = 2
@@ -140,7 +140,7 @@ class TurnStream:
 
     async def _restart(self, error: BaseException) -> bool:
         """Start to sample the turn again, if its worker failed in a way that another may not."""
-        if not isinstance(error, Unavailable | EngineFailure | MissingFinish) or self._stored:
+        if not isinstance(error, WORKER_FAILURES) or self._stored:
             return False
         if self._restarts >= RESTARTS:
             return False
