@@ -104,6 +104,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F77": ("a run is called reproducible though something in it (tool, clock, judge) is not", "such inputs are recorded, replayed from the record, and named as such"),
     "F76": ("a worker's impossible response (positive logprob, id outside the vocabulary, more tokens than allowed) becomes a sample, or a 400 to the client", "the worker is at fault: 502 that names it, counted, ejected; nothing stored"),
     "F97": ("a request that ends its worker is retried until no worker is left", "never sent to a third worker; its digest is refused for five minutes"),
+    "F98": ("a turn cut in mid-stream is lost although the agent acts on it", "kept as aborted with its tokens, logprobs and versions; it is that turn, up to there, when the agent continues from it"),
     "F99": ("text that looks like control tokens becomes control tokens, so that a file can forge turns", "messages are encoded as text, whatever they spell out; control tokens come from the template only"),
     "F100": ("logprobs of a truncated or masked distribution are compared with those of the whole vocabulary, or of sets selected again under other weights", "the set that each token was drawn from is recorded and replayed; a sample without it is marked, and training on it is an error"),
     "F101": ("tokens that a correction rejects stay in the denominator unnoticed", "`loss.rejected` says whether they count in the mean; metrics have both counts, and what each correction touched"),

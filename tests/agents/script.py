@@ -13,7 +13,6 @@ def rules() -> list[Rule]:
     """First what fails once, then the turns of each agent, told apart by the tools they bring."""
     return [
         {"when": {"last": "fails once"}, "error": {"status": 500}, "times": 1},
-        {"when": {"last": "breaks once"}, "say": "Half", "error": {"after_tokens": 2}, "times": 1},
         {"when": {"last": "Thanks"}, "say": "You are welcome."},
         *_helper(),
         *_child("task", "general"),

@@ -134,17 +134,6 @@ async def test_an_error_of_the_server_is_tried_again_and_leaves_no_trace(
     assert {sample.kind for sample in await server.samples(session)} <= {"main", "auxiliary"}
 
 
-async def test_a_stream_that_breaks_is_tried_again_and_leaves_no_trace(
-    server: DialectServer, sandbox: Sandbox
-) -> None:
-    url = f"{server.url}/sessions/broken"
-    (await sandbox.codex(url, "It breaks once. " + TASK)).check()
-    assert server.breaks("broken") == {}
-    (sample,) = await server.samples("broken")
-    assert (sample.kind, sample.aborts) == ("main", 0)
-    assert "Half" not in server.renderer.decode(sample.token_ids)
-
-
 async def test_a_fork_of_codex_shares_the_turns_of_its_parent(
     server: DialectServer, sandbox: Sandbox
 ) -> None:

@@ -77,7 +77,7 @@ def test_a_turn_is_trained_up_to_where_the_agent_continued(renderer: Renderer, k
     assert (main.kind, main.breaks, main.aborts) == ("main", (), 0)
     assert sum(main.sampled_mask) == len(part.sampled) + len(last.sampled)
     assert main.logprobs[part.sampled_start : part.end] == list(node.logprobs[: len(part.sampled)])
-    assert [span.end - span.start for span in main.versions][0] == len(part.sampled)
+    assert main.versions[0].end - main.versions[0].start == len(part.sampled)
     assert (rest.kind, any(rest.sampled_mask)) == ("retry", False)
     assert str(len(part.sampled)) in (rest.evidence or "")
     (span,) = rest.trained_in
@@ -202,3 +202,16 @@ def test_two_plans_of_one_continuation_share_the_kept_part(renderer: Renderer) -
     ledger.add_turns(made)
     assert sum(node.kept_of is not None for node in ledger.nodes) == 1
     assert ledger.nodes[2].parent is ledger.nodes[3].parent is ledger.nodes[1]
+
+
+def test_the_replies_around_a_cut_are_one_turn_of_the_agent_too(renderer: Renderer) -> None:
+    ledger, _ = cut(renderer, "<think>\nOne and two.\n</think>\n\nI a")
+    plan = ledger.plan([QUESTION, assistant(thought=THOUGHT)], TOOLS)
+    finish_turn(ledger, plan, [], f"<think>\nAgain.\n</think>\n\n{CALL}<|im_end|>", tools=TOOLS)
+    result = {"role": "tool", "content": "3"}
+    one = [assistant("", call(), thought=f"{THOUGHT}\nAgain.")]
+    two = [assistant(thought=THOUGHT), assistant("", call(), thought="Again.")]
+    for replies in (one, two):
+        plan = ledger.plan([QUESTION, *replies, result], TOOLS)
+        assert plan.parent is ledger.nodes[-1]
+    assert not ledger.break_counts

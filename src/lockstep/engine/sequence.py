@@ -82,8 +82,9 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class StreamedToken:
-    """The event of one choice in one step: a token, the final completion, or both. `version` is that
-    of the token.
+    """The event of one choice in one step: a token, the final completion, or both.
+
+    `version` is that of the token, where it comes alone.
     """
 
     index: int

@@ -129,8 +129,9 @@ def check_comparable(parent: Node | None, **values: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Turns of a branch that fit into one sample: `own`, and the path up to the last of them. `leaf`
-    is the last turn of the branch.
+    """Turns of a branch that fit into one sample: `own`, and the path up to the last of them.
+
+    `leaf` is the last turn of the branch.
     """
 
     path: Sequence[Node]
@@ -139,7 +140,7 @@ class _Part:
     leaf: Node
 
     def aborted_turns(self) -> list[Node]:
-        """Return the aborted turn that nothing follows, if there is one; a continued one is trained."""
+        """Return the aborted turn that nothing follows, if any; a continued one is trained."""
         return [node for node in self.own if node.finish == "abort" and node is self.leaf]
 
     def trained_turns(self, train_aborted: bool) -> list[Node]:

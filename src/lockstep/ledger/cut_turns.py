@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from lockstep.ledger.tree import Node
-from lockstep.render.messages import Message, Plain, canonical, plain_messages, same, starts_with
+from lockstep.ledger.tree import Node, Place, places, replied
+from lockstep.render.messages import Message, Plain, canonical, joined, plain_messages, same
 from lockstep.render.parsed_message import Call
 from lockstep.render.renderer import Renderer
 from lockstep.render.streaming_parser import StreamingParser
@@ -36,11 +36,12 @@ def cut_turn(
     """Return the aborted turn that the assistant message at `at` is, and the part of it that was
     kept; None for the part if all of it was. Return None where no cut turn explains the message.
     """
-    for node in sorted(_cut_at(roots, history, at), key=lambda node: node.index, reverse=True):
-        if same(node.reply, history[at]):
-            return node, None
-        if (kept := _kept_part(node, history[at], renderer)) is not None:
-            return node, kept if kept.tokens < len(node.sampled) else None
+    cut = sorted(_cut_at(roots, history, at), key=lambda place: place.node.index, reverse=True)
+    for place in cut:
+        if replied(place, history):
+            return place.node, None
+        if (kept := _kept_part(place, history[at], renderer)) is not None:
+            return place.node, kept if kept.tokens < len(place.node.sampled) else None
     return None
 
 
@@ -104,25 +105,11 @@ def _first_rows(experts: RoutedExperts | None, cut: int) -> RoutedExperts | None
     return RoutedExperts(bytes(rows.data), rows.shape, rows.dtype, rows.start)
 
 
-def _cut_at(roots: Iterable[Node], history: Sequence[Message], at: int) -> Iterator[Node]:
+def _cut_at(roots: Iterable[Node], history: Sequence[Message], at: int) -> Iterator[Place]:
     """Yield the aborted turns whose reply is expected at this position of the history."""
-    waiting = [(root, 0) for root in roots]
-    while waiting:
-        node, start = waiting.pop()
-        spoken = start + len(node.new_messages)
-        if node.by_ids or spoken > at or not starts_with(history, node.new_messages, start):
-            continue
-        if spoken == at:
-            if node.finish == "abort":
-                yield node
-            waiting += [(child, spoken) for child in node.children if child.continues]
-            continue
-        fits = same(node.reply, history[spoken])
-        waiting += [
-            (child, spoken if child.continues else spoken + 1)
-            for child in node.children
-            if child.continues or fits
-        ]
+    for place in places(roots, history):
+        if place.at == at and place.node.finish == "abort":
+            yield place
 
 
 def _is_blank(message: Message) -> bool:
@@ -134,7 +121,7 @@ def _is_blank(message: Message) -> bool:
     )
 
 
-def _kept_part(node: Node, message: Message, renderer: Renderer) -> KeptPart | None:
+def _kept_part(place: Place, message: Message, renderer: Renderer) -> KeptPart | None:
     """Return the part of a turn whose stream says exactly this message.
 
     The tokens are parsed as they were when they streamed, so that the part ends where the client
@@ -142,7 +129,7 @@ def _kept_part(node: Node, message: Message, renderer: Renderer) -> KeptPart | N
     """
     if message.role != "assistant" or _is_blank(message):
         return None
-    opened = node
+    node = opened = place.node
     while opened.continues and opened.parent is not None:
         opened = opened.parent
     ids = node.ids()
@@ -158,7 +145,8 @@ def _kept_part(node: Node, message: Message, renderer: Renderer) -> KeptPart | N
         content, reasoning = content + part.content, reasoning + part.reasoning
         calls += part.calls
         reply = _message(content, reasoning, calls)
-        if at >= before and same(reply, message):
+        whole = reply if place.before is None else joined(place.before, reply)
+        if at >= before and same(whole, message):
             end = at + 1
             if not content and not calls:
                 end = _after_thought(renderer, reply_ids, end)

@@ -44,8 +44,8 @@ class PromptPlan:
     `matched` is the stored history that the request begins with. Its turn is the `parent`, unless
     a prefix break made a new branch: `cause` is that break, and `breaks` are all up to it.
     `partial` holds what an aborted turn had sampled already: the whole turn is
-    `partial + completion.token_ids`. `by_ids` marks a prompt that came as ids. `kept` is the part of
-    an aborted parent that the prompt continues from, None for all of it.
+    `partial + completion.token_ids`. `by_ids` marks a prompt that came as ids. `kept` is the part
+    of an aborted parent that the prompt continues from, None for all of it.
     """
 
     prompt_ids: Sequence[int]
@@ -266,8 +266,10 @@ def _extended(
 
 def _restored(request: TurnRequest, node: Node) -> list[Plain]:
     """Return the messages with the reasoning that the client did not send back."""
-    restored = list(request.messages)
-    for at, stored in enumerate(node.messages()):
+    restored, stored_messages = list(request.messages), node.messages()
+    if len(stored_messages) != request.match.length:
+        return restored  # the agent sends the replies around a cut as one message
+    for at, stored in enumerate(stored_messages):
         if stored.reasoning and "reasoning_content" not in restored[at]:
             restored[at] = {**restored[at], "reasoning_content": stored.reasoning}
     return restored

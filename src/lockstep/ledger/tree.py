@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.ledger.origin import Origin
-from lockstep.render.messages import Message, same, starts_with
+from lockstep.render.messages import Message, joined, same, starts_with
 from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, Support, VersionSpan
 from lockstep.tokens.errors import BadExperts
 
@@ -32,9 +32,9 @@ class Node:
     JSON: a user, metadata. `origin` is what its harness sent about itself.
 
     `new_messages` and `prompt` are shared between turns of the same request. `continues` marks a
-    turn that continues its aborted parent: its `reply` replaces the parent's. `kept_of` is the index
-    of an aborted turn of which this one holds the first tokens: those that the agent continued
-    from.
+    turn that continues its aborted parent: its `reply` replaces the parent's. `kept_of` is the
+    index of an aborted turn of which this one holds the first tokens: those that the agent
+    continued from.
     """
 
     index: int
@@ -124,26 +124,60 @@ class Match:
     length: int = 0
 
 
-def longest(roots: Iterable[Node], messages: Sequence[Message]) -> Match:
-    """Return the longest stored history; among equals, the latest turn."""
-    best, best_length, end = None, 0, len(messages)
-    waiting = [(root, 0) for root in roots]
+class Place(NamedTuple):
+    """A turn whose prompt a history begins with, and the position of its reply.
+
+    `before` is the reply of the cut turns that it follows without a message between them: some
+    agents send both replies as one message.
+    """
+
+    node: Node
+    at: int
+    before: Message | None = None
+
+    @property
+    def reply(self) -> Message:
+        return self.node.reply if self.before is None else joined(self.before, self.node.reply)
+
+
+def places(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[Place]:
+    """Yield the turns whose prompt the messages begin with, however their reply continues."""
+    waiting: list[tuple[Node, int, Message | None]] = [(root, 0, None) for root in roots]
     while waiting:
-        node, at = waiting.pop()
+        node, at, before = waiting.pop()
         if node.by_ids or not starts_with(messages, node.new_messages, at):
             continue
-        # Position of this node's reply. A reply that was stored here is the same object.
-        spoken = at + len(node.new_messages)
-        fits = spoken < end and (
-            node.reply is messages[spoken] or same(node.reply, messages[spoken])
-        )
-        if fits and (best is None or (spoken + 1, node.index) > (best_length, best.index)):
-            best, best_length = node, spoken + 1
+        place = Place(node, at + len(node.new_messages), before)
+        yield place
+        fits = replied(place, messages)
         for child in node.children:
             if child.continues:
-                waiting.append((child, spoken))
-            elif fits:
-                waiting.append((child, spoken + 1))
+                waiting.append((child, place.at, before))
+                continue
+            if fits:
+                waiting.append((child, place.at + 1, None))
+            if node.finish == "abort" and not child.new_messages:
+                waiting.append((child, place.at, place.reply))
+
+
+def replied(place: Place, messages: Sequence[Message]) -> bool:
+    """Return whether the messages have the reply of a turn. One that was stored here is the same
+    object."""
+    if place.at >= len(messages):
+        return False
+    message = messages[place.at]
+    return place.node.reply is message or same(place.reply, message)
+
+
+def longest(roots: Iterable[Node], messages: Sequence[Message]) -> Match:
+    """Return the longest stored history; among equals, the latest turn."""
+    best, best_length = None, 0
+    for place in places(roots, messages):
+        node, length = place.node, place.at + 1
+        if (best is None or (length, node.index) > (best_length, best.index)) and replied(
+            place, messages
+        ):
+            best, best_length = node, length
     return Match(best, best_length)
 
 

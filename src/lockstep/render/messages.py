@@ -134,6 +134,16 @@ def same(stored: Message, received: Message) -> bool:
     )
 
 
+def joined(first: Message, second: Message) -> Message:
+    """Return two replies as one, as dialects join the parts of a turn."""
+    return Message(
+        role=first.role,
+        content="\n".join(filter(None, (first.content, second.content))),
+        reasoning="\n".join(filter(None, (first.reasoning, second.reasoning))) or None,
+        tool_calls=(*first.tool_calls, *second.tool_calls),
+    )
+
+
 def starts_with(messages: Sequence[Message], stored: Sequence[Message], at: int = 0) -> bool:
     """Return whether the messages from `at` on begin with the stored ones."""
     part = messages[at : at + len(stored)]

@@ -335,5 +335,5 @@ class DeadlineExceeded(LockstepError):
     status = 504
 
 
-WORKER_FAILURES = (Unavailable, EngineFailure, MissingFinish)
+WORKER_FAILURES = (Unavailable, EngineFailure)
 """Errors of a worker: the same request may succeed on another one, or a little later."""

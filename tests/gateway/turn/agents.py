@@ -22,6 +22,7 @@ class Received:
     calls: list[dict[str, str]] = field(default_factory=list)
     seals: list[str] = field(default_factory=list)
     ended: str = ""
+    lines: list[str] = field(default_factory=list)
 
     @property
     def parts(self) -> int:
@@ -127,6 +128,7 @@ class Agent:
             async with self._http.stream("POST", url, json=body, headers=headers) as response:
                 assert response.status_code == 200, await response.aread()
                 async for line in response.aiter_lines():
+                    turn.lines.append(line)
                     if line.startswith("data: ") and line != "data: [DONE]":
                         self._take(turn, json.loads(line.removeprefix("data: ")))
                         yield

@@ -238,8 +238,8 @@ class Pool:
         """Yield the items of `open(worker)` for the worker that `affinity` selects.
 
         Up to the first item, failures are handled as in `run`. After it the request stays on its
-        worker and errors are raised: the caller has seen a part of the response. `deaths` counts the
-        workers that were lost while they streamed the same request before.
+        worker and errors are raised: the caller has seen a part of the response. `deaths` counts
+        the workers that were lost while they streamed the same request before.
         """
         self._suspects.check(request)
         self._check_any()

@@ -52,7 +52,7 @@ def keep_cut(
         return
     log.info(
         "session %r: turn cut after %d tokens, kept as aborted: %s",
-        session.id, sum(len(choice.token_ids) for choice in choices), cause or "client disconnected",
+        session.id, sum(len(choice.token_ids) for choice in choices), cause or "client left",
     )  # fmt: skip
 
 

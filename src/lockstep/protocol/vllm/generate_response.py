@@ -99,7 +99,9 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 
 
 class GenerateChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One streamed event; experts and supports come with the last, versions also where they change."""
+    """One streamed event. Experts and supports come with the last, versions also where they
+    change.
+    """
 
     request_id: str
     usage: GenerateUsage | None
