@@ -40,8 +40,8 @@ def cut_turn(
     for place in cut:
         if replied(place, history):
             return place.node, None
-        if (kept := _kept_part(place, history[at], renderer)) is not None:
-            return place.node, kept if kept.tokens < len(place.node.sampled) else None
+        if (part := _kept_part(place, history[at], renderer)) is not None:
+            return place.node, part if part.tokens < len(place.node.sampled) else None
     return None
 
 
@@ -55,14 +55,14 @@ def is_blank_after_cut(roots: Iterable[Node], history: Sequence[Message], at: in
     )
 
 
-def kept_node(node: Node, kept: KeptPart, index: int) -> Node:
+def kept_node(node: Node, part: KeptPart, index: int) -> Node:
     """Return the turn that holds the kept part of an aborted one, with its provenance."""
-    tokens = kept.tokens
+    tokens = part.tokens
     cut = len(node.sampled) - tokens
     return replace(
         node,
         index=index,
-        reply=kept.reply,
+        reply=part.reply,
         sampled=node.sampled[:tokens],
         logprobs=node.logprobs[:tokens],
         versions=tuple(
@@ -89,9 +89,9 @@ def sampled_once(nodes: Sequence[Node]) -> dict[int, int]:
     for node in nodes:
         if node.kept_of is not None:
             parts.setdefault(node.kept_of, []).append(node)
-    for cut, kept in parts.items():
+    for cut, copies in parts.items():
         shorter = 0
-        for part in sorted(kept, key=lambda part: len(part.sampled)):
+        for part in sorted(copies, key=lambda part: len(part.sampled)):
             counts[part.index] -= shorter
             shorter = len(part.sampled)
         counts[cut] -= shorter

@@ -208,10 +208,10 @@ class Ledger:
         parent, index = plan.parent, len(self.nodes) + len(before)
         if parent is not None:
             self._check_mine(parent)
-        if parent is not None and plan.kept is not None:
-            same = kept_node(parent, plan.kept, index)
-            known = [*self.siblings(parent.parent), *(node for node, _ in before)]
-            parent = next((node for node in known if _is_same_part(node, same)), same)
+        if parent is not None and plan.kept_part is not None:
+            same = kept_node(parent, plan.kept_part, index)
+            others = [*self.siblings(parent.parent), *(node for node, _ in before)]
+            parent = next((node for node in others if _is_same_part(node, same)), same)
             if parent is same:
                 made.append((same, plan.parent))
         own: list[MadeTurn] = []
@@ -386,9 +386,9 @@ class Ledger:
         if (node := plan.parent) is None:
             return plan
         added = as_list(plan.prompt_ids)
-        if plan.kept is not None:
-            kept = node.ids()[: node.sampled_start + plan.kept.tokens]
-            return replace(plan, prompt_ids=[*kept, *added])
+        if plan.kept_part is not None:
+            ids = node.ids()[: node.sampled_start + plan.kept_part.tokens]
+            return replace(plan, prompt_ids=[*ids, *added])
         whole = self.id_json.prompt(node, added) if lazy and added else [*node.ids(), *added]
         return replace(plan, prompt_ids=whole)
 

@@ -155,9 +155,9 @@ class _Lineage:
         for at, node in enumerate(siblings):
             if node.finish != "abort" or node.index in self._children:
                 continue
-            kept = [other for other in siblings if other.kept_of == node.index]
-            if kept:
-                longest = max(len(other.sampled) for other in kept)
+            copies = [other for other in siblings if other.kept_of == node.index]
+            if copies:
+                longest = max(len(other.sampled) for other in copies)
                 yield node, f"cut; the agent continued from {longest} of {len(node.sampled)} tokens"
             elif any(
                 other.finish != "abort" or other.request_id != node.request_id

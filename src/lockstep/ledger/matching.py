@@ -44,8 +44,8 @@ class PromptPlan:
     `matched` is the stored history that the request begins with. Its turn is the `parent`, unless
     a prefix break made a new branch: `cause` is that break, and `breaks` are all up to it.
     `partial` holds what an aborted turn had sampled already: the whole turn is
-    `partial + completion.token_ids`. `by_ids` marks a prompt that came as ids. `kept` is the part
-    of an aborted parent that the prompt continues from, None for all of it.
+    `partial + completion.token_ids`. `by_ids` marks a prompt that came as ids. `kept_part` is
+    the part of an aborted parent that the prompt continues from, None for all of it.
     """
 
     prompt_ids: Sequence[int]
@@ -58,7 +58,7 @@ class PromptPlan:
     continues: bool = False
     partial: tuple[int, ...] = ()
     by_ids: bool = False
-    kept: KeptPart | None = None
+    kept_part: KeptPart | None = None
 
     @property
     def bridged(self) -> bool:
@@ -75,7 +75,7 @@ class TurnRequest:
     history: tuple[Message, ...]
     tools_key: bytes
     match: Match
-    kept: KeptPart | None = None
+    kept_part: KeptPart | None = None
 
 
 def read_request(
@@ -144,7 +144,7 @@ def _plan(
         matched=matched,
         cause=cause,
         breaks=before if cause is None else (*before, cause),
-        kept=request.kept if cause is None and matched.node is not None else None,
+        kept_part=request.kept_part if cause is None and matched.node is not None else None,
     )
 
 
@@ -160,14 +160,14 @@ def _after_cuts(request: TurnRequest, roots: Sequence[Node], renderer: Renderer)
                 request,
                 messages=[*request.messages[:at], *request.messages[at + 1 :]],
                 history=history,
-                match=request.match if request.kept else longest(own, history),
+                match=request.match if request.kept_part else longest(own, history),
             )
             continue
-        found = None if request.kept else cut_turn(own, request.history, at, renderer)
-        if found is None:
+        cut = None if request.kept_part else cut_turn(own, request.history, at, renderer)
+        if cut is None:
             break
-        node, kept = found
-        request = replace(request, match=Match(node, at + 1), kept=kept)
+        node, part = cut
+        request = replace(request, match=Match(node, at + 1), kept_part=part)
     return request
 
 
@@ -181,7 +181,9 @@ def _next_assistant(request: TurnRequest) -> int | None:
 def _ids_before(request: TurnRequest, node: Node) -> list[int]:
     """Return the stored ids that the prompt begins with."""
     ids = node.ids().tolist()
-    return ids if request.kept is None else ids[: node.sampled_start + request.kept.tokens]
+    return (
+        ids if request.kept_part is None else ids[: node.sampled_start + request.kept_part.tokens]
+    )
 
 
 def light_prompt(request: TurnRequest, renderer: Renderer) -> PromptPlan | None:
