@@ -21,7 +21,7 @@ if [ -f "$ready" ] && cmp -s <(cat "$wanted"; printf '%s\n' "${node[@]}") "$read
     exit 0
 fi
 rm -f "$ready"
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$wanted"
 LITELLM_LOCAL_MODEL_COST_MAP=True "$venv/bin/python" -c 'import openai, litellm, verifiers'
 npm install --prefix "$venv" --no-audit --no-fund --loglevel=error --no-save "${node[@]}"

@@ -16,7 +16,7 @@ if [ -f "$VENV/.ready" ] && [ "$(cat "$VENV/.ready")" = "$wanted" ]; then
     exit 0
 fi
 
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+"$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv --clear "$VENV"
 pip() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 # Dynamo asks for a pydantic before 2.14; everything else is as in Lockstep's own environment.

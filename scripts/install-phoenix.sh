@@ -13,7 +13,7 @@ if [ -f "$ready" ] && cmp -s "$wanted" "$ready"; then
 fi
 scripts/install-sinks.sh
 rm -f "$ready"
-[ -x "$venv/bin/python" ] || .venv/bin/python -m venv "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || .venv/bin/python -m venv --clear "$venv"
 for each in .venv-sinks .venv; do
     "$each/bin/python" -c 'import site; print(site.getsitepackages()[0])'
 done >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/lockstep-venv.pth"

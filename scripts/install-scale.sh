@@ -18,7 +18,7 @@ if [ -f "$ready" ] && cmp -s "$wanted" "$ready" && has_postgres; then
     exit 0
 fi
 rm -f "$ready"
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --constraint constraints.txt --requirement "$wanted"
 

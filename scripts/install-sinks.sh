@@ -12,7 +12,7 @@ if [ -f "$ready" ] && cmp -s "$wanted" "$ready"; then
     exit 0
 fi
 rm -f "$ready"
-[ -x "$venv/bin/python" ] || .venv/bin/python -m venv "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || .venv/bin/python -m venv --clear "$venv"
 .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' \
     >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/lockstep-venv.pth"
 echo "$PWD/src" >>"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/lockstep-venv.pth"

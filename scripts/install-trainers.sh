@@ -17,7 +17,7 @@ install() {
         return
     fi
     rm -f "$venv/.ready"
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint constraints.txt --constraint "$constraints" "$@"
     "$venv/bin/python" -m pip check
@@ -29,7 +29,7 @@ install .venv-trl scripts/trl-constraints.txt --editable '.[trl,verifiers]' 'trl
 tinker="scripts/tinker-requirements.txt"
 if ! cmp -s "$tinker" .venv-tinker/.ready; then
     rm -f .venv-tinker/.ready
-    [ -x .venv-tinker/bin/python ] || "$python" -m venv .venv-tinker
+    ".venv-tinker/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv-tinker
     .venv-tinker/bin/python -m pip install --quiet --disable-pip-version-check --requirement "$tinker"
     .venv-tinker/bin/python -c 'import tinker, tinker_cookbook'
     cp "$tinker" .venv-tinker/.ready

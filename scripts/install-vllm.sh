@@ -15,7 +15,7 @@ if [ -f "$ready" ] && cmp -s "$wanted" "$ready"; then
     exit 0
 fi
 rm -f "$ready"
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" setuptools==78.1.1
 "${pip[@]}" --no-deps --requirement "$wanted"

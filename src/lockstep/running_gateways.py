@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,6 +21,7 @@ from lockstep.tokens.errors import BadRequest
 
 log = logging.getLogger(__name__)
 DEFAULT_URL = "http://127.0.0.1:8001"
+CONNECT_SECONDS = 2.0
 
 
 class RunningGateway(msgspec.Struct, frozen=True):
@@ -90,7 +92,8 @@ def choose_gateway(url: str | None = None) -> RunningGateway | None:
             for gateway in gateways
         ]
         raise BadRequest(
-            f"{len(gateways)} gateways run here: choose one with --url{''.join(lines)}",
+            f"{len(gateways)} gateways run here: choose one by its admin URL, as --url of a "
+            f"command or url of connect_fleet{''.join(lines)}",
             param="url",
         )
     return gateways[0] if gateways else None
@@ -118,16 +121,37 @@ def find_control_plane(
     if where is None:
         raise BadRequest(
             "no gateway of yours runs on this machine: start one with `lockstep serve`, or give "
-            "--url and --token-file of one that runs elsewhere",
+            "the admin URL and the token of one that runs elsewhere (--url and --token-file of a "
+            "command, url and token_file of connect_fleet)",
             param="url",
         )
     if token is None:
+        token_is = (
+            "give it with --token-file (token_file in Python), or set LOCKSTEP_ADMIN_TOKEN as it "
+            "was set for the gateway"
+        )
+        if not _listens(where):
+            raise BadRequest(
+                f"nothing listens at {where}: start a gateway with `lockstep serve`, or name the "
+                "admin URL of one that runs; one that is not yours on this machine needs its admin "
+                f"token too: {token_is}",
+                param="url",
+            )
         raise BadRequest(
-            f"the gateway at {where} needs its admin token: give --token-file, or set "
-            "LOCKSTEP_ADMIN_TOKEN as it was set for the gateway",
-            param="token_file",
+            f"the gateway at {where} needs its admin token: {token_is}", param="token_file"
         )
     return where, token
+
+
+def _listens(url: str) -> bool:
+    """Whether a connection to the host and port of a URL is accepted."""
+    parts = urlsplit(url)
+    try:
+        address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection(address, CONNECT_SECONDS):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _write(gateway: RunningGateway) -> tuple[int, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ def no_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_fleet_needs_its_token_and_the_error_says_where_it_is() -> None:
     with pytest.raises(BadRequest, match="LOCKSTEP_ADMIN_TOKEN"):
         lockstep.connect_fleet("http://127.0.0.1:9")
+    with pytest.raises(BadRequest, match=r"nothing listens at http://127\.0\.0\.1:9: start"):
+        lockstep.connect_fleet("http://127.0.0.1:9")
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        with pytest.raises(BadRequest, match="needs its admin token: give it with --token-file"):
+            lockstep.connect_fleet(f"http://127.0.0.1:{sock.getsockname()[1]}")
     with pytest.raises(BadRequest, match="lockstep serve"):
         lockstep.connect_fleet()
 

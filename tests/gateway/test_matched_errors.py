@@ -82,6 +82,9 @@ async def test_openai_s_client_reads_the_code(gateway: str) -> None:
             model="gpt-9", messages=[{"role": "user", "content": "Hi"}]
         )
     assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.models.retrieve("gpt-9")
+    assert unknown.value.code == "model_not_found"
     await client.close()
 
 

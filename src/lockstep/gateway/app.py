@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,7 +45,7 @@ from lockstep.http.route_templates import RouteTemplates
 from lockstep.http.server.loop_monitor import LoopMonitor
 from lockstep.http.server.server import Endpoint, listen, serving, url_of
 from lockstep.http.tls import without_ca
-from lockstep.tokens.errors import LockstepError, NotFound
+from lockstep.tokens.errors import CustomCode, LockstepError, NotFound
 
 ANY_METHOD = ["GET", "POST", "PUT", "DELETE"]
 DashboardFactory = Callable[[GatewayContext, GatewayMetrics], ASGIApp]
@@ -78,11 +78,13 @@ def data_app(
     hosts = hosts_of(options.host)
     no_trainer = Route("/api/v1/{path:path}", _no_trainer, methods=ANY_METHOD)
     generate, abort = GenerateRoutes(context).routes
+    messages = MessagesRoutes(context)
     session_routes: list[BaseRoute] = [
         generate,
         *CompletionsRoutes(context).routes,
         *ChatRoutes(context).routes,
-        *MessagesRoutes(context).routes,
+        *messages.routes,
+        messages.other,
         *ResponsesRoutes(context).routes,
         *TokenizeRoutes(context).routes,
         *StatusRoutes(context).routes,
@@ -247,9 +249,13 @@ async def serve_gateway(
             Endpoint(admin_app, admin_socket, tls),
         ]
         # Token routes need no tokenizer: without one the gateway starts, and chat requests fail
-        # with the cause.
-        with suppress(LockstepError):
+        # with the cause. A tokenizer that can never be loaded is an error of the command instead.
+        try:
             await models.renderer()
+        except CustomCode:
+            raise
+        except LockstepError:
+            pass
         async with (
             LoopMonitor(metrics.registry),
             serving(

@@ -42,7 +42,7 @@ from lockstep.render.parsed_message import (
 )
 from lockstep.render.stop_cut import cut_at_stop, with_tail
 from lockstep.render.template import Template
-from lockstep.tokens.errors import BadRequest, UnknownModel
+from lockstep.tokens.errors import BadRequest, CustomCode, UnknownModel
 from lockstep.tokens.token_bytes import TokenBytesTable
 
 Thinking = Literal["keep", "template"]
@@ -394,7 +394,7 @@ def _load(
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if "custom code" in str(error):
-            raise BadRequest(
+            raise CustomCode(
                 f"the tokenizer of {where!r} asks for Python code of its own, which is never run: "
                 "take auto_map out of its tokenizer_config.json and set tokenizer_class to "
                 "PreTrainedTokenizerFast, which reads its tokenizer.json",

@@ -63,12 +63,18 @@ def tool_grammar(
     call; `whitespace` is that of JSON arguments. Raises UnsupportedField for a format without a
     grammar.
     """
-    demanded = choice == "required" or isinstance(choice, dict)
-    if not tools or choice == "none" or not (demanded or content is not None or not parallel):
+    named = isinstance(choice, dict) and choice["type"] == "function"
+    allowed = choice["allowed_tools"] if isinstance(choice, dict) and not named else None
+    demanded = (
+        named or choice == "required" or (allowed is not None and allowed["mode"] == "required")
+    )
+    held = demanded or allowed is not None or content is not None or not parallel
+    if not tools or choice == "none" or not held:
         return content
     form = tool_format(renderer)
     if form is None:
-        field = "tool_choice" if demanded else "response_format" if content else None
+        chosen = demanded or allowed is not None
+        field = "tool_choice" if chosen else "response_format" if content else None
         raise UnsupportedField(
             "this model's chat template writes tool calls in a form that cannot be held to a "
             "grammar here: leave tool_choice at 'auto', parallel_tool_calls out, and "
@@ -76,17 +82,18 @@ def tool_grammar(
             param=field or "parallel_tool_calls",
         )
     if isinstance(choice, dict):
-        named = choice["function"]["name"]
-        tools = [tool for tool in tools if tool["function"]["name"] == named]
+        chosen_tools = [choice] if allowed is None else allowed["tools"]
+        names = {tool["function"]["name"] for tool in chosen_tools}
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
     if whitespace:
         tools = [_spaced(tool, whitespace) for tool in tools]
-    single = isinstance(choice, dict) or not parallel or form.separator is None
+    single = named or not parallel or form.separator is None
     if demanded:
         format_ = _calls(form, tools, single)
     elif content is not None:
         format_ = {"type": "or", "elements": [_format_of(content), _calls(form, tools, single)]}
     else:
-        format_ = _at_most_one(form, tools)
+        format_ = _text_and_calls(form, tools, single=not parallel)
     return tagged(format_)
 
 
@@ -184,7 +191,8 @@ def _calls(form: ToolFormat, tools: Sequence[Json], single: bool) -> Json:
     return _sequence(_text(form.opening), several, _text(form.closing))
 
 
-def _at_most_one(form: ToolFormat, tools: Sequence[Json]) -> Json:
+def _text_and_calls(form: ToolFormat, tools: Sequence[Json], single: bool) -> Json:
+    """Return the format of text with calls of these tools: at most one if `single`."""
     opening = form.opening + form.begin
     return {
         "type": "triggered_tags",
@@ -192,7 +200,7 @@ def _at_most_one(form: ToolFormat, tools: Sequence[Json]) -> Json:
         "triggers": [opening.partition("\n")[0] or opening],
         "tags": [_tag(form, tool, form.opening, form.closing) for tool in tools],
         "at_least_one": False,
-        "stop_after_first": True,
+        "stop_after_first": single,
     }
 
 

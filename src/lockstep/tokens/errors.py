@@ -5,6 +5,7 @@ LockstepError
 │   ├── UnknownField               a field that the server does not know
 │   ├── UnsupportedField           a known field at a value that the server does not support
 │   ├── BadTokenId                 empty, negative, out of vocabulary or not an integer
+│   ├── CustomCode                 a tokenizer that asks for Python code of its own
 │   ├── GrammarLimit               a grammar that takes too much CPU time, memory or stack
 │   └── PromptTooLong              the context cannot hold one more token
 ├── Unauthorized              401  no token, or the wrong one
@@ -121,6 +122,12 @@ class UnsupportedField(BadRequest):
 
 class BadTokenId(BadRequest):
     code = "bad_token_id"
+
+
+class CustomCode(BadRequest):
+    """The tokenizer asks for Python code of its own, which is never run."""
+
+    code = "custom_code"
 
 
 class GrammarLimit(BadRequest):

@@ -129,7 +129,7 @@ async def test_a_schema_beside_tools_applies_to_replies_without_a_call(served: S
         ({"tools": [OTHER], "tool_choice": "some"}, "tool_choice"),
         ({"tools": [OTHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
          "tool_choice"),
-        ({"tools": [OTHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [OTHER], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}},
          "structured_outputs"),
     ],
@@ -172,3 +172,30 @@ async def test_a_session_of_constrained_turns_is_exact_and_names_the_grammar(
     grammars = {span.shaping.grammar for span in sample.shaping}
     assert {grammar.kind for grammar in grammars if grammar} == {"structural_tag"}
     assert sample.breaks == ()
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_are_called(served: Served, mode: str) -> None:
+    """The model prefers the other tool, which stays in the prompt."""
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "shout"}}]}
+    both: dict[str, Any] = {"tools": [TOOL, OTHER], "temperature": 0.0}
+    free = await chosen(served, **both)
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    held = await chosen(served, **both, tool_choice=choice)
+    assert name_of(free["message"]["tool_calls"][0]) == TOOL["function"]["name"]
+    names = [name_of(call) for call in held["message"].get("tool_calls") or ()]
+    assert set(names) <= {"shout"}
+    assert names or mode == "auto"
+
+
+async def test_a_wrong_list_of_allowed_tools_is_an_error_that_names_it(served: Served) -> None:
+    for allowed, says in (
+        ({"mode": "auto", "tools": []}, "send tool_choice 'none'"),
+        ({"mode": "auto", "tools": [{"function": {"name": "sing"}}]}, "names 'sing'"),
+        ({"mode": "maybe", "tools": []}, "expected mode"),
+        (None, "expected mode"),
+    ):
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        error = await served.refusal(messages=SUM, tools=[OTHER], tool_choice=choice)
+        assert error["param"] == "tool_choice.allowed_tools"
+        assert says in error["message"]

@@ -442,3 +442,14 @@ async def test_a_thread_that_is_not_held_is_named_so_that_the_client_sends_it_ag
     assert changed.json()["error"]["message"].startswith("system: ")
     unnamed = await server.post(MESSAGES, {**body, "thread": {"type": "continue"}})
     assert unnamed.json()["error"]["message"] == "thread.previous_message_id: Field required"
+
+
+async def test_a_route_that_is_not_served_has_anthropic_s_error(server: DialectServer) -> None:
+    for response in (
+        await server.post(f"{MESSAGES}/batches", {"requests": []}),
+        await server.http.get(f"{MESSAGES}/batches/msgbatch_1/results"),
+    ):
+        assert response.status_code == 404
+        assert response.json()["type"] == "error"
+        assert response.json()["error"]["type"] == "not_found_error"
+        assert "count_tokens" in response.json()["error"]["message"]

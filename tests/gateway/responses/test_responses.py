@@ -511,3 +511,30 @@ async def test_the_sdk_reads_streams_and_parses_the_output(server: DialectServer
         "function_call",
         "function_call",
     ]
+
+
+async def test_prompt_tokens_are_counted_without_a_turn(server: DialectServer) -> None:
+    body: dict[str, Any] = {"model": "tiny", "input": "two files", "tools": [READ]}
+    created = await server.ok(RESPONSES, body)
+    counted = await server.ok(f"{RESPONSES}/input_tokens", body)
+    assert counted == {
+        "object": "response.input_tokens",
+        "input_tokens": created["usage"]["input_tokens"],
+    }
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    async with client:
+        count = await client.responses.input_tokens.count(**body)
+    assert count.input_tokens == counted["input_tokens"]
+    continued = {**body, "previous_response_id": created["id"]}
+    more = await server.ok(f"{RESPONSES}/input_tokens", continued)
+    assert more["input_tokens"] > counted["input_tokens"]
+
+
+async def test_the_tools_that_may_be_called_are_checked(server: DialectServer) -> None:
+    choice = {"type": "allowed_tools", "mode": "auto"}
+    body: dict[str, Any] = {"model": "tiny", "input": "two files", "tools": [READ]}
+    for tools, status in (([{"type": "function", "name": "sing"}], 400), ([], 400), (None, 400)):
+        sent = {**body, "tool_choice": {**choice, "tools": tools}}
+        response = await server.post(RESPONSES, sent)
+        assert response.status_code == status
+        assert response.json()["error"]["param"] == "tool_choice.allowed_tools"

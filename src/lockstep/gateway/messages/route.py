@@ -32,8 +32,9 @@ from lockstep.protocol.anthropic.messages_request import (
 )
 from lockstep.protocol.anthropic.messages_response import AnthropicMessage, TokenCount, error_of
 from lockstep.protocol.openai.chat_decode import check_chat
-from lockstep.tokens.errors import BadRequest, LockstepError, PromptTooLong
+from lockstep.tokens.errors import BadRequest, LockstepError, NotFound, PromptTooLong
 
+OTHERS = ["GET", "POST", "DELETE"]
 ROUTE_DOCS = (
     RouteDoc(
         "POST", "/v1/messages", MessagesRequest, AnthropicMessage,
@@ -61,6 +62,7 @@ class MessagesRoutes:
             HttpRoute("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             HttpRoute("/api/hello", self.hello, methods=["GET"]),
         ]
+        self.other = HttpRoute("/v1/messages/{rest:path}", self.not_served, methods=OTHERS)
 
     async def messages(self, http: Request) -> Response:
         """Return the response to a request, whole or streamed; errors have Anthropic's shape."""
@@ -69,6 +71,10 @@ class MessagesRoutes:
     async def count_tokens(self, http: Request) -> Response:
         """Return the number of prompt tokens of a request; nothing is generated or stored."""
         return await _with_anthropic_errors(http, self._count_tokens)
+
+    async def not_served(self, http: Request) -> Response:
+        """Return Anthropic's 404 for its routes that this server does not have."""
+        return await _with_anthropic_errors(http, _no_such_route)
 
     async def hello(self, _: Request) -> Response:
         return Response()
@@ -129,6 +135,14 @@ class MessagesRoutes:
             translated.chat.chat_template_kwargs = {SWITCH: False}
         check_chat(translated.chat)
         return translated
+
+
+async def _no_such_route(http: Request) -> Response:
+    raise NotFound(
+        f"{http.method} {http.url.path} is not served here: Anthropic's routes are "
+        "POST /v1/messages and POST /v1/messages/count_tokens",
+        param="path",
+    )
 
 
 def _is_prefill(message: dict[str, object]) -> bool:

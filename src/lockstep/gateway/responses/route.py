@@ -30,7 +30,9 @@ from lockstep.gateway.responses.write import (
     failed_events,
     output_items,
 )
+from lockstep.gateway.turn.context_limit import check_characters
 from lockstep.gateway.turn.open import TurnOpener, join_session
+from lockstep.gateway.turn.prompt import plan_prompt
 from lockstep.gateway.turn.sample import TurnStream, sample_turn
 from lockstep.gateway.turn.template_variables import takes_inner_system
 from lockstep.gateway.turn.turn import check_tokens_header, with_tokens
@@ -41,7 +43,11 @@ from lockstep.protocol.common.error_body import error_body
 from lockstep.protocol.openai.chat_decode import check_chat
 from lockstep.protocol.openai.chat_response import ChatReply
 from lockstep.protocol.openai.responses_request import ResponsesRequest, decode_responses
-from lockstep.protocol.openai.responses_response import DeletedResponse, ResponseObject
+from lockstep.protocol.openai.responses_response import (
+    DeletedResponse,
+    InputTokens,
+    ResponseObject,
+)
 from lockstep.render import Renderer
 from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest, PromptTooLong
@@ -50,6 +56,10 @@ ROUTE_DOCS = (
     RouteDoc(
         "POST", "/v1/responses", ResponsesRequest, ResponseObject,
         "OpenAI's responses, in the same sessions as chat.", streams=True,
+    ),
+    RouteDoc(
+        "POST", "/v1/responses/input_tokens", ResponsesRequest, InputTokens,
+        "The number of prompt tokens of a request; nothing is generated or stored.",
     ),
     RouteDoc("GET", "/v1/responses/{response_id}", None, ResponseObject, "A stored response."),
     RouteDoc(
@@ -71,6 +81,7 @@ class ResponsesRoutes:
         self._stored = StoredResponses()
         self.routes = [
             HttpRoute("/v1/responses", self.create, methods=["POST"]),
+            HttpRoute("/v1/responses/input_tokens", self.count, methods=["POST"]),
             HttpRoute("/v1/responses", self.upgrade, methods=["GET"]),
             HttpRoute("/v1/responses/{response_id}", self.retrieve, methods=["GET"]),
             HttpRoute("/v1/responses/{response_id}", self.delete, methods=["DELETE"]),
@@ -117,6 +128,16 @@ class ResponsesRoutes:
         response.headers["x-request-id"] = http.state.request_id
         response.headers.update(turn.headers)
         return response
+
+    async def count(self, http: Request) -> Response:
+        """Return the number of prompt tokens of a request; nothing is generated or stored."""
+        request_id(http)
+        body = await read_body(http, decode_responses, self._context.limits)
+        await self._context.models.resolve(body.model, caller_of(http).tenant)
+        chat = (await self._translate(http, body)).chat
+        check_characters(chat.messages, self._context.limits)
+        plan = await plan_prompt(chat, await self._context.models.renderer(), None)
+        return json_response(InputTokens(input_tokens=len(plan.prompt_ids)))
 
     async def upgrade(self, _: Request) -> Response:
         """Reject a WebSocket with the status that makes Codex fall back to HTTP."""

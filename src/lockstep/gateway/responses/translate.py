@@ -179,10 +179,19 @@ def without_instructions(messages: list[Plain], instructions: str | None) -> lis
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": choice.get("mode"),
+                "tools": [_choice(tool) for tool in tools] if isinstance(tools, list) else tools,
+            },
+        }
     if choice.get("type") not in ("function", "custom") or not isinstance(choice.get("name"), str):
         raise BadRequest(
             f"tool_choice.type is {choice.get('type')!r}: expected a function or a custom tool, "
-            "with its name",
+            "with its name, or allowed_tools",
             param="tool_choice",
         )
     return {"type": "function", "function": {"name": choice["name"]}}

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from lockstep.gateway.context import GatewayContext
 from lockstep.http.handlers import json_response
 from lockstep.protocol.common.model_card import ModelCard, ModelList
-from lockstep.tokens.errors import NotFound, Unavailable
+from lockstep.tokens.errors import Unavailable, UnknownModel
 
 
 class StatusRoutes:
@@ -45,7 +45,9 @@ class StatusRoutes:
     async def model(self, http: Request) -> Response:
         name, cards = http.path_params["model"], await self._cards()
         if name not in cards:
-            raise NotFound(f"the model {name!r} does not exist; served are {', '.join(cards)}")
+            raise UnknownModel(
+                f"the model {name!r} does not exist; served are {', '.join(cards)}", param="model"
+            )
         return json_response(cards[name])
 
     async def _cards(self) -> dict[str, ModelCard]:

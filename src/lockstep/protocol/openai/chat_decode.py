@@ -15,7 +15,7 @@ from lockstep.protocol.common import sampling_fields
 from lockstep.protocol.common.request_id import check_request_id
 from lockstep.protocol.dynamo.nvext import NvExt, check_nvext
 from lockstep.protocol.json.strict import decode, refuse_unless_neutral
-from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.openai.chat_request import AllowedTools, ChatRequest
 from lockstep.protocol.openai.legacy_functions import read_functions, read_message
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
@@ -192,18 +192,41 @@ def _check_choice(request: ChatRequest) -> None:
             "tool_choice demands a call, but there are no tools: send them in tools",
             param="tool_choice",
         )
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        _check_allowed(choice, names)
+    elif isinstance(choice, dict):
         function = choice.get("function")
         if choice.get("type") != "function" or not isinstance(function, dict):
             raise UnsupportedField(
                 f"tool_choice is {msgspec.json.encode(choice).decode()}: expected "
-                '{"type": "function", "function": {"name": ...}}',
+                '{"type": "function", "function": {"name": ...}}, or one of type allowed_tools',
                 param="tool_choice",
             )
         if function.get("name") not in names:
             raise BadRequest(
                 f"tool_choice names {function.get('name')!r}: tools has {', '.join(names)}",
                 param="tool_choice",
+            )
+
+
+def _check_allowed(choice: dict[str, Any], names: list[str]) -> None:
+    """Raise BadRequest unless `allowed_tools` is a mode with some of the tools."""
+    where = "tool_choice.allowed_tools"
+    try:
+        allowed = msgspec.convert(choice.get("allowed_tools"), AllowedTools)
+    except msgspec.ValidationError as error:
+        raise BadRequest(
+            f"{where}: {error}; expected mode (auto or required), and tools, each with type "
+            "function and the name of one",
+            param=where,
+        ) from None
+    if not allowed.tools:
+        raise BadRequest(f"{where}.tools is empty: send tool_choice 'none'", param=where)
+    for tool in allowed.tools:
+        if tool.function.name not in names:
+            raise BadRequest(
+                f"{where}.tools names {tool.function.name!r}: tools has {', '.join(names)}",
+                param=where,
             )
 
 

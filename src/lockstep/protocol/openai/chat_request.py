@@ -5,7 +5,7 @@ The struct has all fields of OpenAI, vLLM, Dynamo and NeMo; chat_decode rejects 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,6 +28,22 @@ class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+
+
+class AllowedTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Field `allowed_tools` of a `tool_choice` of that type: the tools that may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
 
 
 class ChatRequest(SamplingFields, kw_only=True):

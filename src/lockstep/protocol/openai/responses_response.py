@@ -61,6 +61,13 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: str = "response"
 
 
+class InputTokens(msgspec.Struct, kw_only=True):
+    """Number of prompt tokens of a request."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class DeletedResponse(msgspec.Struct, kw_only=True):
     """Confirmation that a response was deleted."""
 
