@@ -194,8 +194,8 @@ class Proof:
     def replayed(self, model: Any, first: list[Any]) -> None:
         """Compares tokens that a trainer sends to the experts which the engine recorded."""
         from lockstep.engine import exact
+        from lockstep.engine.expert_replay import ExpertReplay
         from lockstep.tokens import Sample, VersionSpan
-        from lockstep.train.learning.expert_replay import ExpertReplay
 
         replay = ExpertReplay(model)
         claim = Comparison("by transformers with the recorded experts")

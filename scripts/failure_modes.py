@@ -102,6 +102,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F91": ("a tracker that fails in mid-run ends it, or its metrics are lost", "reported once, then disabled; the run continues and its directory has every line"),
     "F92": ("turns of one session on several gateways overwrite each other, or are treated as an edited history", "every gateway reads new turns before it plans; a turn is stored only after the head it was planned on, otherwise after the newer turns"),
     "F77": ("a run is called reproducible though something in it (tool, clock, judge) is not", "such inputs are recorded, replayed from the record, and named as such"),
+    "F78": ("a mismatch is blamed on the wrong cause", "a cause is named only when its substitution leaves nothing but measured noise; else the verdict is \"not explained\""),
     "F76": ("a worker's impossible response (positive logprob, id outside the vocabulary, more tokens than allowed) becomes a sample, or a 400 to the client", "the worker is at fault: 502 that names it, counted, ejected; nothing stored"),
     "F97": ("a request that ends its worker is retried until no worker is left", "never sent to a third worker; its digest is refused for five minutes"),
     "F98": ("a turn cut in mid-stream is lost although the agent acts on it", "kept as aborted with its tokens, logprobs and versions; it is that turn, up to there, when the agent continues from it"),

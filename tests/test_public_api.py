@@ -19,8 +19,9 @@ PUBLIC = {
     "lockstep": {
         "Chat", "Completion", "LockstepError", "Policy", "Sample", "Sampling", "Scores",
         "ShapedSpan", "Turn", "VersionSpan", "connect", "connect_fleet", "connect_sync", "errors",
-        "exact", "generate", "models", "probe", "sharded",
+        "exact", "explain", "generate", "models", "probe", "sharded",
     },
+    "lockstep.explain": {"Case", "Cause", "CauseEvidence", "Explanation", "explain"},
     "lockstep.exact": {
         "check_plan", "own_plan", "prepare", "sample_logprobs", "token_logprobs",
     },
@@ -43,7 +44,7 @@ PUBLIC = {
     },
 }  # fmt: skip
 """The public modules, and the public names of each."""
-SUBMODULES = ("exact", "models", "probe", "sharded")
+SUBMODULES = ("exact", "explain", "models", "probe", "sharded")
 OTHER_PACKAGES = ("lockstep.integrations.ray", "lockstep.integrations.verifiers")
 """Modules whose packages are not in the environment of this test."""
 PYTHON_BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         generate,
     )
     from lockstep.engine import exact, probe, sharded
+    from lockstep.explain import explain
     from lockstep.fleet.remote import RemoteFleet
     from lockstep.tokens import (
         Completion,
@@ -57,6 +58,7 @@ __all__ = [
     "connect_sync",
     "errors",
     "exact",
+    "explain",
     "generate",
     "models",
     "probe",
@@ -76,6 +78,7 @@ _TOKENS = frozenset(
 )
 _MODULES = {
     "exact": "lockstep.engine.exact",
+    "explain": "lockstep.explain",
     "models": "lockstep.models",
     "probe": "lockstep.engine.probe",
     "sharded": "lockstep.engine.sharded",

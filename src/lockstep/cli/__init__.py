@@ -16,6 +16,7 @@ from lockstep.cli.check import check
 from lockstep.cli.doctor import doctor
 from lockstep.cli.evidence.audit import audit
 from lockstep.cli.evidence.bisect import bisect
+from lockstep.cli.evidence.explain import explain
 from lockstep.cli.evidence.pack import pack
 from lockstep.cli.evidence.replay import replay
 from lockstep.cli.extras import missing_extra
@@ -50,6 +51,7 @@ app.command()(replay)
 app.command()(bisect)
 app.command()(audit)
 app.command()(pack)
+app.command()(explain)
 app.command()(tinker)
 app.command()(rollout)
 app.command()(check)

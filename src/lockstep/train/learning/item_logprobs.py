@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.engine.expert_replay import ExpertReplay
 from lockstep.engine.forward_pass import (
     Ints,
     TokenRows,
@@ -24,7 +25,6 @@ from lockstep.engine.numerics.prefix_tree import in_tree_order, shared_lengths
 from lockstep.engine.text.grammars import Grammars
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainItem
-from lockstep.train.learning.expert_replay import ExpertReplay
 
 MOST_COPIES = 8
 

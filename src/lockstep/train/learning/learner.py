@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lockstep.engine import exact
 from lockstep.engine.config import ModelConfig
+from lockstep.engine.expert_replay import ExpertReplay
 from lockstep.engine.forward_pass import Ints
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.bf16 import make_bf16_safe
@@ -31,7 +32,6 @@ from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainBatch, TrainItem
-from lockstep.train.learning.expert_replay import ExpertReplay
 from lockstep.train.learning.item_logprobs import ItemLogprobs, sampled_at
 from lockstep.train.learning.optimizer import Optimizer
 from lockstep.train.learning.reference import ReferenceModel
