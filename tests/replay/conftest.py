@@ -22,13 +22,23 @@ from tests.processes import TOKEN, ServeProcess
 
 STEPS, KILLED_AFTER = 8, 3
 WORKER = "--max-model-len 256 --prefix-cache-mb 16"
+TRAIN = """
+import asyncio, json, sys
+from lockstep.train import TrainConfig, Trainer
+raw, *served = json.loads(sys.argv[1])
+asyncio.run(Trainer(TrainConfig.of(raw), *served).run(lambda step: print(step.step, flush=True)))
+"""
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 def record_run(
-    run_dir: Path, model: str, *, workers: int = 1, **sections: Any
+    run_dir: Path, model: str, *, workers: int = 1, kill_trainer_after: int = 0, **sections: Any
 ) -> list[StepMetrics]:
-    """Train a short async run. With two workers, one is killed in the middle."""
+    """Train a short async run. With two workers, one is killed in the middle.
+
+    With `kill_trainer_after`, the trainer is a process that is killed after that step; then the run
+    is resumed here.
+    """
     raw: dict[str, Any] = {
         "model": model,
         "seed": 1,
@@ -51,11 +61,30 @@ def record_run(
             os.kill(gateway.workers[0]["pid"], signal.SIGKILL)
 
     try:
-        trainer = Trainer(TrainConfig.of(raw), gateway.url, gateway.admin_url, TOKEN)
+        if kill_trainer_after:
+            _kill_trainer(run_dir, raw, gateway, kill_trainer_after)
+        trainer = Trainer(
+            TrainConfig.of(raw), gateway.url, gateway.admin_url, TOKEN,
+            resume=bool(kill_trainer_after),
+        )  # fmt: skip
         asyncio.run(trainer.run(on_step))
     finally:
         gateway.stop()
     return seen
+
+
+def _kill_trainer(run_dir: Path, raw: dict[str, Any], gateway: ServeProcess, after: int) -> None:
+    """Train in a process of its own and kill it after the metrics of step `after`."""
+    arguments = json.dumps([raw, gateway.url, gateway.admin_url, TOKEN])
+    process = subprocess.Popen([sys.executable, "-c", TRAIN, arguments], stdout=subprocess.PIPE)
+    if process.stdout is None:
+        raise RuntimeError("the output of the trainer cannot be read")
+    for _ in range(after):
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the trainer ended with code {process.wait()}")
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(scope="package")

@@ -30,6 +30,22 @@ async def test_an_async_run_with_a_killed_worker_replays_with_fresh_rollouts(
 
 
 @pytest.mark.exact_arithmetic
+async def test_an_async_run_that_was_killed_and_resumed_replays_as_it_ran(tmp_path: Path) -> None:
+    """Its schedule is another than without the kill: the record says which groups it learnt from,
+    and under which weights they were sampled."""
+    run = tmp_path / "run"
+    await asyncio.to_thread(record_run, run, "tiny", kill_trainer_after=3, loop={"steps": 6})
+    chain = Chain.read(run)
+    assert chain.breaks == ()
+    assert "resume" in [link.kind for link in chain.links]
+    assert list(chain.steps) == [1, 2, 3, 4, 5, 6]
+    outcome = await replay(run, fresh_rollouts=True)
+    assert outcome.differences == []
+    assert outcome.held
+    assert outcome.from_record == {}
+
+
+@pytest.mark.exact_arithmetic
 async def test_adapters_on_experts_replay_with_their_routes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     await asyncio.to_thread(

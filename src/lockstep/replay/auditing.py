@@ -6,7 +6,7 @@ import json
 import math
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -86,6 +86,7 @@ class Audit:
 async def audit(
     run: str | Path,
     *,
+    steps: Sequence[int] | None = None,
     fraction: float = 0.1,
     draws: float = 1.0,
     seed: int | None = None,
@@ -97,10 +98,11 @@ async def audit(
 ) -> Audit:
     """Check the chain of a run, then repeat a random fraction of its steps and draws.
 
-    `draws` is the share of the rollouts of the chosen steps that are sampled again. Without `seed`
-    steps are chosen at random, so that the author of a run cannot know which. `key` is the public
-    key in hex that must have signed every record. The outcome is added to audits.jsonl of a run
-    directory. Steps are not repeated if the chain does not hold.
+    `steps` are repeated instead of randomly chosen ones. `draws` is the share of the rollouts of
+    these steps that are sampled again. Without `seed`, steps are chosen at random, so that the
+    author of a run cannot know which. `key` is the public key in hex that must have signed every
+    record. The outcome is added to audits.jsonl of a run directory. Steps are not repeated if the
+    chain does not hold.
 
     Raises BadRequest for a fraction outside of 0 to 1, and where steps cannot be repeated because
     the trainer did not record enough.
@@ -113,7 +115,7 @@ async def audit(
     outcome.seed = secrets.randbits(32) if seed is None else seed
     if not chain_only and not outcome.problems:
         outcome.fraction = fraction
-        outcome.chosen = choose_steps(source.chain, fraction, outcome.seed)
+        outcome.chosen = sorted(steps or choose_steps(source.chain, fraction, outcome.seed))
         outcome.replay = await replay(
             run, steps=outcome.chosen, fresh_rollouts=True, share_of_draws=draws,
             seed=outcome.seed, model=model, trust_code=trust_code, on_step=on_step,

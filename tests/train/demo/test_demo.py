@@ -38,6 +38,11 @@ def test_three_steps_with_a_killed_worker_stay_exact(tmp_path: Path) -> None:
     assert 0 <= row["reward_before"] <= 1
     assert Path(row["report"]) == tmp_path / "run" / "report.html"
     assert "suppressed" in process.stderr
+    replayed = row["replay"]
+    assert replayed["held"] is True
+    assert (replayed["steps"], replayed["differences"]) == ([3], [])
+    assert replayed["draws"] >= 128
+    assert '"mark":"audited"' in Path(row["report"]).read_text()
 
     read = Run.read(tmp_path / "run")
     assert [step["step"] for step in read.steps] == [1, 2, 3]

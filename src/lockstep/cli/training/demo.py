@@ -15,10 +15,12 @@ from rich.markup import escape
 
 from lockstep.cli.derived_flags import with_flags
 from lockstep.cli.output import print_json
+from lockstep.tokens.errors import EngineFailure
 from lockstep.tokens.exit_codes import FAILED
 from lockstep.train.demo.options import Demo
 
 if TYPE_CHECKING:
+    from lockstep.replay import Replay
     from lockstep.run_record import Summary
 
 
@@ -41,10 +43,12 @@ def demo(
 ) -> None:
     """Train a tiny model on two workers, kill one midway, and report what stayed exact.
 
+    At the end the last step is repeated from the records of the run, and compared with them.
+
     On a machine that cannot compute exactly, the demo runs in close mode and says why.
 
-    Exit codes: 0 trainer and workers stayed in lockstep, 1 they did not, 2 the command is wrong or
-    --exact was not possible, 75 it could not run now.
+    Exit codes: 0 trainer and workers stayed in lockstep, 1 they did not, or the repeated step
+    differs, 2 the command is wrong or --exact was not possible, 75 it could not run now.
     """
     from lockstep.train.demo.demo import run_demo
 
@@ -57,11 +61,33 @@ def demo(
             console,
         )
     )
-    show(summary, page, console)
+    repeated = asyncio.run(_repeat_last_step(where, page))
+    show(summary, repeated, page, console)
     if as_json:
-        print_json(as_row(summary, page))
-    if not summary.kept:
+        print_json({**as_row(summary, page), "replay": repeated.to_json()})
+    if not (summary.kept and repeated.held):
         raise typer.Exit(FAILED)
+
+
+async def _repeat_last_step(run_dir: Path, page: Path) -> Replay:
+    """Repeat the last step of the run, sample its tokens again, and mark it in the report."""
+    from lockstep.chain.records import last_recorded_step
+    from lockstep.replay import audit
+    from lockstep.train.demo.report_page import write_report
+
+    last = last_recorded_step(run_dir)
+    outcome = await audit(run_dir, steps=None if last is None else [last])
+    if outcome.replay is None:
+        raise EngineFailure(f"the run was not recorded as it ran: {outcome.problems[0]}")
+    write_report(run_dir, page)
+    return outcome.replay
+
+
+def _replayed(repeated: Replay) -> str:
+    if not repeated.held:
+        return f"step {repeated.last} differs: {repeated.differences[0]}"
+    tokens = f", {repeated.tokens} tokens sampled again" if repeated.tokens else ""
+    return f"step {repeated.last} repeated from its record: {repeated.digests} digests{tokens}"
 
 
 def as_row(summary: Summary, page: Path) -> dict[str, object]:
@@ -87,7 +113,7 @@ def as_row(summary: Summary, page: Path) -> dict[str, object]:
     }
 
 
-def show(summary: Summary, page: Path, console: Console) -> None:
+def show(summary: Summary, repeated: Replay, page: Path, console: Console) -> None:
     """Print the results as text, with their caveat."""
     from lockstep.train.demo.report_page import HONEST
 
@@ -115,5 +141,6 @@ def show(summary: Summary, page: Path, console: Console) -> None:
     line(
         None, "time", f"{summary.step_seconds:.2f} s per step, {summary.seconds:.0f} s for the run"
     )
+    line(repeated.held, "replay", _replayed(repeated))
     console.print(f"\n[dim]{HONEST}[/]\n")
     console.print(f"Report: [b]{page}[/]", soft_wrap=True)
