@@ -32,12 +32,15 @@ WORKER = (
 
 
 @contextlib.contextmanager
-def gateway(directory: Path, source: Path, log: Path, arithmetic: str) -> Iterator[dict[str, Any]]:
-    """A gateway with one worker on the GPU: the fields of its ready line, and when that came."""
+def gateway(
+    directory: Path, source: Path, log: Path, arithmetic: str = "auto", worker: str = ""
+) -> Iterator[dict[str, Any]]:
+    """A gateway with one worker, on the GPU unless `worker` has other options: the fields of its
+    ready line, and when that came."""
     command = [sys.executable, "-m", "lockstep", "serve", str(directory), "--json"]
     command += ["--port", "0", "--admin-port", "0", "--checkpoint-root", str(directory.parent)]
     command += ["--state-dir", str(directory.parent / "state"), "--worker-args"]
-    command.append(WORKER.format(arithmetic=arithmetic, length=MODEL_LEN))
+    command.append(worker or WORKER.format(arithmetic=arithmetic, length=MODEL_LEN))
     paths = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
     begun = time.perf_counter()
     with log.open("w") as errors:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from lockstep.fleet.remote import RemoteFleet
+from lockstep.replay import audit
+from lockstep.tokens.errors import BadRequest
 from tests.processes import TOKEN, ServeProcess
 
 pytestmark = pytest.mark.timeout(400)
@@ -76,8 +78,16 @@ def test_three_steps_of_grpo_agree_closely_with_an_unchanged_model(
     assert [0.0 < entry[DIFFERENCE] < 1e-5 for entry in steps(record)] == [True] * 3
     assert asyncio.run(state(served))["version"] == "step-2"
     # Those that are served and may be gone back to; the first is not kept.
-    kept = sorted(path.name for path in (tmp_path / "out/lockstep/run-0").iterdir())
-    assert kept == ["step-1", "step-2"]
+    directory = tmp_path / "out/lockstep/run-0"
+    assert sorted(path.name for path in directory.glob("step-*")) == ["step-1", "step-2"]
+    # The chain has the links that are known here, and an audit names the others.
+    outcome = asyncio.run(audit(directory, chain_only=True))
+    assert outcome.held
+    assert outcome.steps == 2
+    assert not {"config", "code", "updates", "seeds", "samples.token_ids"} & outcome.missing.keys()
+    assert outcome.missing["learning.gradients"] == outcome.missing["rewards"] == 2
+    with pytest.raises(BadRequest, match=r"written by trl, lack .*--chain-only"):
+        asyncio.run(audit(directory))
 
 
 def test_three_steps_of_grpo_agree_bit_for_bit_with_an_exact_model(

@@ -23,6 +23,19 @@ from lockstep.train.config import TrainConfig
 from lockstep.train.records.run_dir import RunDirectory
 
 TENSOR_KINDS = ("gradients", "optimizer", "weights")
+_SAMPLES = ("token_ids", "versions", "logprobs", "routes", "supports", "tokens_by_version")
+_BATCH = ("dropped", "order", "advantages", "masks", "teacher", "packing")
+KINDS = {
+    "numbers of the tasks": "numbers",
+    "tasks": "tasks",
+    "seeds": "seeds",
+    **{name: f"samples.{name}" for name in _SAMPLES},
+    "rewards": "rewards",
+    "late samples": "late",
+    **{f"batch {name}": f"batch.{name}" for name in _BATCH},
+    **{name: f"learning.{name}" for name in ("metrics", *TENSOR_KINDS)},
+}
+"""Where a record has each kind of value, causes before effects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +221,7 @@ def _with_digests(record: Record, data: bytes | None) -> Record:
 
 def _differing(a: Record, b: Record) -> list[str]:
     """Return the kinds in which two records of a step differ, causes before effects."""
-    kinds = [
-        *[("numbers of the tasks", "numbers"), ("tasks", "tasks"), ("seeds", "seeds")],
-        *[(name, f"samples.{name}") for name in
-          ("token_ids", "versions", "logprobs", "routes", "supports", "tokens_by_version")],
-        *[("rewards", "rewards"), ("late samples", "late")],
-        *[(f"batch {name}", f"batch.{name}") for name in
-          ("dropped", "order", "advantages", "masks", "teacher", "packing")],
-        *[(name, f"learning.{name}") for name in ("metrics", *TENSOR_KINDS)],
-    ]  # fmt: skip
-    return [name for name, path in kinds if _value(a, path) != _value(b, path)]
+    return [name for name, path in KINDS.items() if _value(a, path) != _value(b, path)]
 
 
 def _value(record: Record, path: str) -> Any:
@@ -245,17 +249,13 @@ def _locate(a: RunSource, b: RunSource, step: int, kind: str) -> Divergence:
         if value is not None:
             return Divergence(value.what, f"{where}, {value.where}", value.a, value.b)
     if kind == "metrics":
-        own = [record["learning"]["metrics"] for record in (first, second)]
+        own = [_value(record, KINDS[kind]) or {} for record in (first, second)]
         for entry in _entries(where, *own):
             return entry
     if kind in TENSOR_KINDS:
         for entry in _tensors(a, b, step, kind, where):
             return entry
-    path = {"numbers of the tasks": "numbers", "late samples": "late"}.get(kind)
-    if path is None:
-        section = "batch" if kind.startswith("batch ") else "learning"
-        path = f"{section}.{kind.removeprefix('batch ')}"
-    return Divergence(kind, where, _value(first, path), _value(second, path))
+    return Divergence(kind, where, _value(first, KINDS[kind]), _value(second, KINDS[kind]))
 
 
 def _checkpoints(a: RunSource, b: RunSource, step: int) -> Iterator[Divergence]:
@@ -277,7 +277,8 @@ def _tensors(a: RunSource, b: RunSource, step: int, kind: str, where: str) -> It
     """Yield the first tensor that differs, with its first element where both runs still have it."""
     digests = []
     for source in (a, b):
-        record = source.chain.start if not step else source.chain.steps[step]["learning"]
+        chain = source.chain
+        record = (chain.steps[step].get("learning") or {}) if step in chain.steps else chain.start
         try:
             digests.append(source.chain.contents(record["tensors"])[kind])
         except (LockstepError, KeyError):  # reported as a problem of the run

@@ -36,7 +36,7 @@ class _Job:
     where: str
 
 
-class Draws:
+class DrawSampler:
     """An engine that samples under the weights of any version; a context manager.
 
     `directories` maps the labels of versions to their checkpoints, or adapters. The base weights
@@ -59,7 +59,7 @@ class Draws:
         self.engine = Engine(model, options)
         self._served: str | None = None
 
-    async def __aenter__(self) -> Draws:
+    async def __aenter__(self) -> DrawSampler:
         await self.engine.__aenter__()
         return self
 

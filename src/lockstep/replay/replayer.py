@@ -17,7 +17,7 @@ from lockstep.chain.records import Record
 from lockstep.engine.numerics.plan import fingerprint
 from lockstep.models import model_directory
 from lockstep.replay.comparison import compare_step, compare_tensors
-from lockstep.replay.draws import Draws, is_chosen
+from lockstep.replay.draws import DrawSampler, is_chosen
 from lockstep.replay.findings import Replay, ReplayDifference
 from lockstep.replay.rewards import Rewards
 from lockstep.replay.sources import RunSource, open_run
@@ -302,9 +302,9 @@ class _Replayer:
             learner.save(directory, "replay")
             return digests.collect(directory)
 
-    # Draws
+    # DrawSampler
 
-    async def _open_draws(self, stack: AsyncExitStack) -> Draws | None:
+    async def _open_draws(self, stack: AsyncExitStack) -> DrawSampler | None:
         """Start an engine for fresh rollouts; None where it could not give the recorded bits."""
         if self._choose is None:
             return None
@@ -319,7 +319,9 @@ class _Replayer:
             return None
         longest = max(own["longest"] for own in samples)
         model = model_directory(self._config.model)
-        draws = await stack.enter_async_context(Draws(self._config, model, longest, self._choose))
+        draws = await stack.enter_async_context(
+            DrawSampler(self._config, model, longest, self._choose)
+        )
         if (why := NumericsPlan(**workers).mismatch(draws.engine.plan)) is not None:
             outcome.listed(f"tokens sampled in other arithmetic ({why})", tokens)
             return None

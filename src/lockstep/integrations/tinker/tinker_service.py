@@ -34,6 +34,7 @@ from lockstep.integrations.tinker.tinker_store import (
     now,
 )
 from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.training_chain import TrainingChain
 from lockstep.integrations.tinker.training.training_model import TrainingModel
 from lockstep.tokens.errors import BadRequest, NotFound, UnsupportedField
 
@@ -172,6 +173,10 @@ class TinkerService:
             **asdict(settings),
         )
         self.store.put_run(run)
+        directory = self.store.run_directory(model_id)
+        training.chain = await self._in_thread(
+            lambda: TrainingChain(directory, self.base.directory, settings)
+        )
         self._models[model_id] = LiveModel(run, training, Sequencer(self.futures))
 
     def live(self, model_id: str) -> LiveModel:

@@ -121,14 +121,18 @@ class TinkerStore:
         files = self.root.glob("sessions/*.json")
         return [unquote(path.stem) for path in files if not path.name.startswith(".")]
 
+    def run_directory(self, model_id: str) -> Path:
+        """Return the directory of a training run, which need not exist."""
+        return self.root / "runs" / file_name(model_id)
+
     def put_run(self, record: RunRecord) -> None:
-        directory = self.root / "runs" / file_name(record.model_id)
+        directory = self.run_directory(record.model_id)
         directory.mkdir(exist_ok=True)
         _write(directory / RECORD, record)
 
     def run(self, model_id: str) -> RunRecord:
         """Return a training run. Raises NotFound."""
-        where = self.root / "runs" / file_name(model_id) / RECORD
+        where = self.run_directory(model_id) / RECORD
         return _read(where, RunRecord, f"training run {model_id!r}")
 
     def runs(self) -> list[RunRecord]:

@@ -77,6 +77,11 @@ class LockstepGeneration:
             **self._options_of_policy,
         }
         self.policy = ServedPolicy(**options)
+        self.policy.describe(
+            trainer.args.to_dict(),
+            trainer.model.config._name_or_path,
+            samples_all=trainer.accelerator.num_processes == 1,
+        )
         self.policy.open(
             tokenizer=trainer.processing_class, publishes=trainer.accelerator.is_main_process
         )

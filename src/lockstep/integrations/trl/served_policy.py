@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from lockstep.client.turn import Scores
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import Conflict, LockstepError, Unavailable, VersionUnavailable
 from lockstep.train.publish import Published, Publisher
+from lockstep.train.records.chain_recorder import model_files
+from lockstep.train.records.partial_chain import Drawn, PartialChain, published_links
 from lockstep.train.retry import RetryPolicy
 
 T = TypeVar("T")
@@ -66,6 +68,9 @@ class ServedPolicy:
         self._written: list[Path] = []
         self._run_directory: Path | None = None
         self._publisher: Publisher | None = None
+        self._chain: PartialChain | None = None
+        self._described: tuple[Mapping[str, Any], str | None] = ({}, None)
+        self._samples_all = True
         self._thread: LoopThread | None = None
 
     # Opening and closing
@@ -112,6 +117,13 @@ class ServedPolicy:
             self._thread.stop()
             self._thread = None
 
+    def describe(self, config: Mapping[str, Any], model: str | None, *, samples_all: bool) -> None:
+        """Name the configuration and the model of the trainer, for the first record of its chain.
+
+        Without `samples_all`, other ranks sample as well, so that no step's samples are known here.
+        """
+        self._described, self._samples_all = (config, model), samples_all
+
     # Weights
 
     def publish(self, save: Save) -> Published:
@@ -123,10 +135,28 @@ class ServedPolicy:
         directory = self._new_directory(step)
         save(directory, f"step-{step}")
         self.published = self.run(self._publisher.publish(directory, step))
+        self._record(self.published)
         for old in self._written[:-KEEP_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
         del self._written[:-KEEP_CHECKPOINTS]
         return self.published
+
+    def _record(self, published: Published) -> None:
+        """Write the record of a step: the weights, their proofs, and what was sampled for it.
+
+        The trainer's rewards, batches and gradients are not known here.
+        """
+        if self._chain is None:
+            self._chain = PartialChain(published.directory.parent, "trl")
+            config, model = self._described
+            files = model_files(model) if model and Path(model).is_dir() else {}
+            self._chain.start(config, files, updates=published_links(published)["updates"])
+        else:
+            self._chain.step(published.step, **published_links(published))
+
+    def _drawn(self, sequences: Sequence[Drawn]) -> None:
+        if self._chain is not None and self._samples_all:
+            self._chain.add(sequences)
 
     def _new_directory(self, step: int) -> Path:
         """Return a new directory, in one per run: a killed run leaves its checkpoints behind."""
@@ -168,6 +198,13 @@ class ServedPolicy:
         completions = await self.retry.call("completion", attempt, between=self._restore)
         for completion in completions:
             check_mode(completion.logprob_mode, options.get("temperature", 1.0))
+        seed = options.get("seed")
+        self._drawn(
+            [
+                Drawn(seed, at, [*prompt_ids, *own.token_ids], own.logprobs, own.versions)
+                for at, own in enumerate(completions)
+            ]
+        )
         return completions
 
     async def converse(
@@ -188,6 +225,8 @@ class ServedPolicy:
 
         sample, outcome = await self.retry.call("rollout", attempt, between=self._restore)
         check_mode(sample.logprob_mode, sample.temperature)
+        seed = options.get("seed")
+        self._drawn([Drawn(seed, 0, sample.token_ids, sample.logprobs, sample.versions)])
         return sample, outcome
 
     async def _restore(self, error: LockstepError) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.chain.records import canonical, sha256
 from lockstep.protocol.common.request import GenerateRequest
@@ -217,8 +218,8 @@ def sample_digests(groups: Sequence[RolloutGroup], clock: Clock) -> Plain:
     return {
         "count": len(samples),
         "longest": max((len(sample.token_ids) for sample in samples), default=0),
-        "token_ids": _arrays((sample.token_ids for sample in samples), np.int64),
-        "logprobs": _arrays((sample.logprobs for sample in samples), np.float64),
+        "token_ids": digest_arrays((sample.token_ids for sample in samples), np.int64),
+        "logprobs": digest_arrays((sample.logprobs for sample in samples), np.float64),
         "versions": sha256(canonical(spans)),
         "tokens_by_version": {
             label: {"step": steps[label], "tokens": count} for label, count in tokens.items()
@@ -253,10 +254,10 @@ def batch_digests(batch: TrainBatch, passes: Sequence[Sequence[int]]) -> Plain:
         "items": len(batch.items),
         "learnt_tokens": batch.learnt_tokens,
         "dropped": batch.dropped,
-        "order": _arrays((item.sample.token_ids for item in batch.items), np.int64),
-        "advantages": _arrays([[item.advantage for item in batch.items]], np.float64),
-        "masks": _arrays((item.learn_T for item in batch.items), np.bool_),
-        "teacher": _arrays((item.teacher or [] for item in batch.items), np.float64),
+        "order": digest_arrays((item.sample.token_ids for item in batch.items), np.int64),
+        "advantages": digest_arrays([[item.advantage for item in batch.items]], np.float64),
+        "masks": digest_arrays((item.learn_T for item in batch.items), np.bool_),
+        "teacher": digest_arrays((item.teacher or [] for item in batch.items), np.float64),
         "packing": sha256(canonical([list(own) for own in passes])),
         "passes": len(passes),
     }
@@ -266,7 +267,9 @@ def _samples(groups: Sequence[RolloutGroup]) -> Iterable[Sample]:
     return (sample for group in groups for rollout in group.rollouts for sample in rollout.samples)
 
 
-def _arrays(rows: Iterable[Sequence[Any] | np.ndarray[Any, Any]], dtype: type) -> str:
+def digest_arrays(
+    rows: Iterable[Sequence[Any] | np.ndarray[Any, Any]], dtype: npt.DTypeLike
+) -> str:
     """Return the digest of rows of numbers: their lengths, then their bytes."""
     arrays: list[np.ndarray[Any, Any]] = [np.asarray(row, dtype=dtype) for row in rows]
     digest = hashlib.sha256(np.asarray([array.size for array in arrays], np.int64).tobytes())

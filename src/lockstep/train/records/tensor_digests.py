@@ -61,6 +61,14 @@ class TensorDigests:
             digester.add(name, tensor)
 
 
+def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digest of every tensor, by name."""
+    with Digester() as digester:
+        for name, tensor in tensors.items():
+            digester.add(name, tensor)
+        return digester.digests()
+
+
 def combine(digests: Digests) -> dict[str, str]:
     """Return one digest for each kind of tensor."""
     return {kind: combined(tensors) for kind, tensors in digests.items()}

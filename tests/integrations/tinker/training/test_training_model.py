@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lockstep.chain.records import Chain
 from lockstep.engine import exact
 from lockstep.integrations.draws import Draws
 from lockstep.integrations.tinker.protocol.json_bodies import AdamParams
@@ -20,8 +21,10 @@ from lockstep.integrations.tinker.protocol.protobuf_messages import (
     Tensor,
 )
 from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.training_chain import TrainingChain
 from lockstep.integrations.tinker.training.training_model import TrainingModel
 from lockstep.models import bundled
+from lockstep.replay import audit
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from tests.engine.rig import Rig, ids
@@ -281,3 +284,40 @@ def test_tokens_of_a_truncated_distribution_are_rejected_by_their_options(base: 
         learn(cut, 9)
     learn(cut, 9, "cross_entropy")
     learn(cut, 15)
+
+
+async def test_steps_are_recorded_and_an_audit_names_what_the_client_kept(
+    base: LoraModel, tmp_path: Path
+) -> None:
+    model = trainer(base)
+    directory = bundled("tiny")
+    assert directory is not None
+    model.chain = TrainingChain(tmp_path / "run", directory, LoraSettings(rank=8, seed=1))
+    for step in range(2):
+        model.forward_backward(chunk(datum(step, 9), seq=step))
+        model.forward_backward(chunk(datum(step + 7, 9), seq=step))
+        model.optim_step(STEP)
+    (tmp_path / "saved").mkdir()
+    model.save(tmp_path / "saved")
+    model.load(tmp_path / "saved", optimizer=True)
+    model.forward_backward(chunk(datum(5, 9)))
+    model.optim_step(STEP)
+
+    chain = Chain.read(tmp_path / "run")
+    assert [link.kind for link in chain.links] == ["start", "step", "step", "load", "step"]
+    assert [len(record["batch"]["calls"]) for record in chain.steps.values()] == [2, 2, 1]
+    outcome = await audit(tmp_path / "run", chain_only=True)
+    assert outcome.problems == []
+    missing = set(outcome.missing)
+    assert {"rewards", "tasks", "seeds", "samples.versions", "batch.advantages"} <= missing
+    assert not {"learning.gradients", "learning.optimizer", "learning.weights"} & missing
+
+    # The same calls leave the same digests.
+    again = trainer(base)
+    again.chain = TrainingChain(tmp_path / "again", directory, LoraSettings(rank=8, seed=1))
+    again.forward_backward(chunk(datum(0, 9), seq=0))
+    again.forward_backward(chunk(datum(7, 9), seq=0))
+    again.optim_step(STEP)
+    first = Chain.read(tmp_path / "again").steps[1]
+    assert first["learning"] == chain.steps[1]["learning"]
+    assert first["batch"] == chain.steps[1]["batch"]

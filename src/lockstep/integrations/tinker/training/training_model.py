@@ -22,7 +22,9 @@ from lockstep.integrations.tinker.training.datums import (
     read_datum,
 )
 from lockstep.integrations.tinker.training.lora_tensors import LoraModel, LoraSettings, LoraTensors
+from lockstep.integrations.tinker.training.training_chain import TrainingChain
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
+from lockstep.train.records.tensor_digests import Digests, digest_tensors
 
 OPTIMIZER = "optimizer.pt"
 
@@ -49,6 +51,8 @@ class TrainingModel:
         support."""
         self._model = model
         self._draws = Draws() if draws is None else draws
+        self.chain: TrainingChain | None = None
+        """Records all calls, if it is set."""
         self._max_tokens = max_tokens
         self.tensors = LoraTensors(model, settings)
         self._optimizer = torch.optim.AdamW(self.tensors.parameters)
@@ -66,13 +70,16 @@ class TrainingModel:
         parameters = self.tensors.parameters
         before = [None if own.grad is None else own.grad.clone() for own in parameters]
         try:
-            return self._forward_backward(request)
+            result = self._forward_backward(request)
         except BaseException:
             for tensor, grad in zip(parameters, before, strict=True):
                 tensor.grad = grad
             if not request.forward_only:
                 self.reject(request.seq_id)
             raise
+        if self.chain is not None and not request.forward_only:
+            self.chain.call(request, result.logprobs, result.metrics["loss:sum"])
+        return result
 
     def reject(self, seq_id: int) -> None:
         """Record that the gradients of this chunk are missing in the next step."""
@@ -129,7 +136,7 @@ class TrainingModel:
         params.check()
         failed, self._failed = self._failed, None
         if failed is not None:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._clear()
             raise Conflict(
                 f"the forward_backward of seq_id {failed} failed, so its gradients are missing: "
                 "all gradients were cleared and none applied; send the calls of this step again"
@@ -143,12 +150,35 @@ class TrainingModel:
         limit = params.grad_clip_norm or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
         if not math.isfinite(norm):
-            self._optimizer.zero_grad(set_to_none=True)
+            self._clear()
             raise Conflict(f"the gradient norm is {norm}: the weights are unchanged")
         self._optimizer.step()
+        if self.chain is not None:
+            self.chain.step(params, norm, self._digests())
         self._optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         return {"grad_norm": norm}
+
+    def _clear(self) -> None:
+        """Clear the gradients of calls that no step will use."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if self.chain is not None:
+            self.chain.dropped()
+
+    def _digests(self) -> Digests:
+        """Return digests of the gradients of this step, and of what it left behind."""
+        named = list(zip(self.tensors.names, self.tensors.parameters, strict=True))
+        moments = {
+            f"{name}.{key}": own
+            for name, tensor in named
+            for key, own in self._optimizer.state.get(tensor, {}).items()
+        }
+        gradients = {name: tensor.grad for name, tensor in named if tensor.grad is not None}
+        return {
+            "gradients": digest_tensors(gradients),
+            "optimizer": digest_tensors(moments),
+            "weights": digest_tensors(dict(named)),
+        }
 
     # Checkpoints
 
@@ -186,3 +216,5 @@ class TrainingModel:
         self._optimizer.zero_grad(set_to_none=True)
         self._failed = None
         self.steps = steps
+        if self.chain is not None:
+            self.chain.loaded(directory)
