@@ -47,7 +47,8 @@ def main() -> None:
             for turn in range(options.rounds):
                 for name in seconds:
                     run = where / f"{name.replace(' ', '-')}-{turn}"
-                    seconds[name] += train(options, ready, model, run, recording=name == "recorded")
+                    with nullcontext() if name == "recorded" else recording_nothing():
+                        seconds[name] += train(options, ready, model, run, steps=options.steps)
                     if turn or name != "recorded":
                         shutil.rmtree(run)
         show(options, seconds, where / "recorded-0")
