@@ -23,14 +23,14 @@ from lockstep.tokens import Completion
 from lockstep.tokens.completion import VersionSpan
 from lockstep.tokens.errors import LockstepError
 from lockstep.train.config import TrainConfig
-from lockstep.train.learning.batch import Draw, RolloutGroup
+from lockstep.train.learning.batch import RolloutDraw, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     """Tokens [start, end) of a draw, all of one version, and their place in the step."""
 
-    draw: Draw
+    draw: RolloutDraw
     start: int
     end: int
     where: str

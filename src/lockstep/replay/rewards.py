@@ -20,7 +20,7 @@ from lockstep.tokens import Completion
 from lockstep.tokens.errors import Conflict, LockstepError
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.environment import Environment, RolloutContext, Task
-from lockstep.train.learning.batch import Draw, RolloutGroup
+from lockstep.train.learning.batch import RolloutDraw, RolloutGroup
 from lockstep.train.records.step_contents import encode_reward, encode_task
 from lockstep.train.rollout import rollout_options
 
@@ -113,7 +113,7 @@ class RecordedTransport:
     aborts_by_id = False
     gives_choices = True
 
-    def __init__(self, draws: Sequence[Draw]) -> None:
+    def __init__(self, draws: Sequence[RolloutDraw]) -> None:
         self._draws = list(draws)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:

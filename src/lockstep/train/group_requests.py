@@ -18,7 +18,7 @@ from lockstep.protocol.common.model_card import ModelCard
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import ContractError, LockstepError
-from lockstep.train.learning.batch import Draw
+from lockstep.train.learning.batch import RolloutDraw
 
 GRACE_SECONDS = 0.02
 """How long the first request of a group waits for the others."""
@@ -138,7 +138,7 @@ class RolloutTransport:
         self._transport = group.transport
         self._started = False
         self._waited = 0
-        self.draws: list[Draw] = []
+        self.draws: list[RolloutDraw] = []
         """The requests so far and their completions, for the record of the run."""
 
     @property
@@ -164,7 +164,7 @@ class RolloutTransport:
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Return the completions of a request. The first request may be merged with others."""
         completions = await self._generate(request)
-        self.draws += [Draw(request.alone(own.index), own) for own in completions]
+        self.draws += [RolloutDraw(request.alone(own.index), own) for own in completions]
         return completions
 
     async def _generate(self, request: GenerateRequest) -> list[Completion]:

@@ -21,7 +21,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class RolloutDraw:
     """One request for one choice, with its seed, and the completion that was sampled for it."""
 
     request: GenerateRequest
@@ -39,7 +39,7 @@ class Rollout:
     samples: tuple[Sample, ...]
     breaks: int = 0
     retries: int = 0
-    draws: tuple[Draw, ...] = field(default=(), compare=False)
+    draws: tuple[RolloutDraw, ...] = field(default=(), compare=False)
 
     @property
     def failed(self) -> bool:

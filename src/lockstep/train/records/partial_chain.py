@@ -51,33 +51,33 @@ class PartialChain:
         self._drawn: list[Drawn] = []
         self._lock = threading.Lock()
 
-    def start(self, config: Mapping[str, Any], model: Mapping[str, str], **known: Any) -> None:
+    def start(self, config: Mapping[str, Any], model: Mapping[str, str], **links: Any) -> None:
         """Record what decides the run. `model` has digests of files, if they are known."""
         files = {"model": dict(model)} if model else {}
         self._chain.append(
             "start", 0,
             format=FORMAT, writer=self._writer, time=time(), config=plain(config),
-            code=code_version(None), **files, **known,
+            code=code_version(None), **files, **links,
         )  # fmt: skip
 
-    def note(self, kind: str, step: int, **known: Any) -> None:
+    def note(self, kind: str, step: int, **links: Any) -> None:
         """Record an event between two steps."""
-        self._chain.append(kind, step, time=time(), **known)
+        self._chain.append(kind, step, time=time(), **links)
 
     def add(self, drawn: Sequence[Drawn]) -> None:
         """Note sequences that the next step learns from."""
         with self._lock:
             self._drawn += drawn
 
-    def step(self, step: int, digests: Digests | None = None, **known: Any) -> Record:
+    def step(self, step: int, digests: Digests | None = None, **links: Any) -> Record:
         """Record a step: what was drawn since the last one, digests of tensors, what else is known.
 
-        `known` may have an entry `learning`, to which the digests are added.
+        `links` may have an entry `learning`, to which the digests are added.
         """
         with self._lock:
             drawn, self._drawn = self._drawn, []
         drawn.sort(key=lambda own: (own.seed or 0, own.index, list(own.token_ids)))
-        body: dict[str, Any] = dict(known)
+        body: dict[str, Any] = dict(links)
         if drawn:
             body["samples"] = _digests(drawn)
             body["seeds"] = sha256(canonical([[own.seed, own.index] for own in drawn]))

@@ -22,8 +22,8 @@ from lockstep.tokens.support import PackedSupport
 from lockstep.train.envs.environment import Reward, Task
 from lockstep.train.learning.batch import (
     Clock,
-    Draw,
     Rollout,
+    RolloutDraw,
     RolloutGroup,
     TrainBatch,
 )
@@ -124,7 +124,7 @@ def _decode_rollout(plain: Plain) -> Rollout:
 # Draws. Their tokens are those of a sample, except for turns that no sample trains.
 
 
-def _encode_draw(draw: Draw, samples: Sequence[Sample]) -> Plain:
+def _encode_draw(draw: RolloutDraw, samples: Sequence[Sample]) -> Plain:
     request, completion = draw.request, draw.completion
     prompt = list(request.prompt_ids)
     options = msgspec.to_builtins(request.sampling, str_keys=True)
@@ -162,7 +162,7 @@ def _find(prompt: list[int], tokens: list[int], samples: Sequence[Sample]) -> in
     return None
 
 
-def _decode_draw(plain: Plain, samples: Sequence[Sample]) -> Draw:
+def _decode_draw(plain: Plain, samples: Sequence[Sample]) -> RolloutDraw:
     sampling = msgspec.convert(plain["sampling"], Sampling, strict=False)
     experts = support = None
     if "sample" in plain:
@@ -191,7 +191,7 @@ def _decode_draw(plain: Plain, samples: Sequence[Sample]) -> Draw:
         prompt_ids=prompt, sampling=sampling, experts_start=plain["experts_start"],
         support=plain["support"],
     )  # fmt: skip
-    return Draw(request, completion)
+    return RolloutDraw(request, completion)
 
 
 def _first_rows(experts: RoutedExperts, total: int) -> RoutedExperts:
