@@ -24,7 +24,8 @@ PYTEST = $(BIN)/pytest -o cache_dir=.pytest_cache/$@ --durations=10 --durations-
 PARALLEL = $(PYTEST) $(if $(AGAIN),,-n $(JOBS) --dist loadscope)
 
 # Tests that start commands, fleets and runs as a user does, and kill them.
-PROCESSES := tests/cli tests/e2e tests/faults tests/check tests/launch tests/replay tests/tracing tests/benchmarks \
+PROCESSES := tests/cli tests/e2e tests/faults tests/check tests/launch tests/replay tests/stores tests/tracing \
+	tests/benchmarks \
 	$(wildcard tests/train/test_*.py) tests/train/demo/test_demo.py tests/train/envs/test_harness.py \
 	tests/train/records/test_sinks.py tests/fleet/test_evidence_live.py tests/fleet/update/test_faults_live.py \
 	tests/deploy/test_metrics_and_probes.py

@@ -97,6 +97,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F85": ("adapters are trained on one base and sampled on another, because the weights of the fleet were updated", "sampling is rejected while the fleet serves other weights than those that are trained on"),
     "F86": ("a slice of a sharded checkpoint is missing, doubled, or of another step or rank", "rejected with the name of the tensor, the slice and the rank; nothing is staged"),
     "F87": ("a rank never writes its part of a checkpoint, and everything waits forever", "the wait is bounded, the rank is named, and the fleet keeps its weights"),
+    "F88": ("an object of a store is half uploaded, truncated or replaced", "every object is compared with its size and digest before use, and named; the fleet keeps its weights"),
     "F89": ("a chain of deltas is pruned under a worker that still needs it", "pruning keeps what a chain needs; a joiner uses a full checkpoint of the same weights, or is refused with the name of the link"),
     "F90": ("a collector of traces that hangs or is down slows or fails requests", "spans wait in a bounded queue for a thread of their own and are dropped; shutdown waits at most three seconds"),
     "F91": ("a tracker that fails in mid-run ends it, or its metrics are lost", "reported once, then disabled; the run continues and its directory has every line"),

@@ -19,7 +19,7 @@ PUBLIC = {
     "lockstep": {
         "Chat", "Completion", "LockstepError", "Policy", "Sample", "Sampling", "Scores",
         "ShapedSpan", "Turn", "VersionSpan", "connect", "connect_fleet", "connect_sync", "errors",
-        "exact", "explain", "generate", "models", "probe", "sharded",
+        "exact", "explain", "generate", "models", "probe", "sharded", "stores",
     },
     "lockstep.explain": {"Case", "Cause", "CauseEvidence", "Explanation", "explain"},
     "lockstep.exact": {
@@ -27,6 +27,7 @@ PUBLIC = {
     },
     "lockstep.probe": {"remember", "save_adapter", "save_checkpoint", "write_probe"},
     "lockstep.sharded": {"Shard", "save_checkpoint", "save_tensors"},
+    "lockstep.stores": {"upload"},
     "lockstep.models": {"bundled"},
     "lockstep.engine": {"Engine", "EngineOptions", "EngineRequest", "ModelConfig", "StreamedToken"},
     "lockstep.train": {
@@ -44,7 +45,7 @@ PUBLIC = {
     },
 }  # fmt: skip
 """The public modules, and the public names of each."""
-SUBMODULES = ("exact", "explain", "models", "probe", "sharded")
+SUBMODULES = ("exact", "explain", "models", "probe", "sharded", "stores")
 OTHER_PACKAGES = ("lockstep.integrations.ray", "lockstep.integrations.verifiers")
 """Modules whose packages are not in the environment of this test."""
 PYTHON_BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)

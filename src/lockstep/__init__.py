@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep import models
+    from lockstep.checkpoint import stores
     from lockstep.client import (
         Chat,
         Policy,
@@ -63,6 +64,7 @@ __all__ = [
     "models",
     "probe",
     "sharded",
+    "stores",
 ]
 
 _TOKENS = frozenset(
@@ -82,8 +84,9 @@ _MODULES = {
     "models": "lockstep.models",
     "probe": "lockstep.engine.probe",
     "sharded": "lockstep.engine.sharded",
+    "stores": "lockstep.checkpoint.stores",
 }
-"""Submodules offered under a short name. All but `models` need the extra `engine`."""
+"""Submodules offered under a short name. `exact`, `probe` and `sharded` need the extra `engine`."""
 
 
 def connect_fleet(

@@ -40,6 +40,9 @@ class Settings:
     LOCKSTEP_ADMIN_URL       control plane for `lockstep state`, `pause` and similar commands
     LOCKSTEP_API_KEYS        keys of a gateway's or worker's data port, by comma; absent: open
     LOCKSTEP_KEY_FILE        file of a gateway's keys and their tenants; see `lockstep keys`
+    LOCKSTEP_CHECKPOINT_CACHE  directory for checkpoints from object stores, shared by the processes
+                             of a host; by default in the user's cache directory
+    LOCKSTEP_CHECKPOINT_CACHE_GB  most GB in it; default: half of the file system
     LOCKSTEP_STORE           PostgreSQL database of a gateway, like --store
     LOCKSTEP_WORKER_API_KEY  key that a gateway sends to its workers
     LOCKSTEP_WORKER_ADMIN_TOKEN  admin token of its workers, if it is not the gateway's own
@@ -61,6 +64,8 @@ class Settings:
     admin_url: str | None = None
     api_keys: tuple[str, ...] = ()
     key_file: Path | None = None
+    checkpoint_cache: Path | None = None
+    checkpoint_cache_gb: str | None = None
     store: str | None = None
     worker_api_key: str | None = None
     worker_admin_token: str | None = None
@@ -171,6 +176,7 @@ def _switch(value: str) -> bool:
 CONVERSIONS: Mapping[str, Callable[[str], object]] = {
     API_KEYS: _keys,
     PREFIX + "KEY_FILE": Path,
+    PREFIX + "CHECKPOINT_CACHE": Path,
     PREFIX + "TLS_CA": Path,
     TRACE: _switch,
     PREFIX + "TLS_CERT": Path,

@@ -138,9 +138,10 @@ class SimulatedWorker:
         self.alive = False
 
     def stage(self, source: Source, version: str) -> None:
-        if source.directory is None or not source.directory.is_dir():
-            raise NotFound(f"there is no {source.directory}")
-        self.staged, self.previous = Staged(version, contents(source.directory)), None
+        directory = source.path("a simulated worker")
+        if directory is None or not directory.is_dir():
+            raise NotFound(f"there is no {directory}")
+        self.staged, self.previous = Staged(version, contents(directory)), None
 
     def commit(self, version: str) -> None:
         if self.staged is None or self.staged.version != version:

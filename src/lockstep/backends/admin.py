@@ -9,9 +9,11 @@ from typing import Literal, Protocol, runtime_checkable
 
 from lockstep.backends.registry import AdminName
 from lockstep.checkpoint.sources import check_one_source
+from lockstep.checkpoint.stores.url import Location, StoreUrl
 from lockstep.protocol.control.read_back import ReadBack
 from lockstep.protocol.control.worker import TensorSpec
-from lockstep.tokens.operation import PauseMode
+from lockstep.tokens.errors import UnsupportedField
+from lockstep.tokens.operation import FetchSummary, PauseMode
 
 __all__ = [
     "AbortsRequests",
@@ -53,7 +55,8 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where new weights come from: exactly one of a directory, shared memory, or a broadcast.
+    """Where new weights come from: exactly one of a directory (on this host or, as a URL, in an
+    object store), shared memory, or a broadcast.
 
     `shared` names a POSIX shared memory block that holds `tensors` one after the other (each at a
     multiple of 64 bytes); `group` names a broadcast group that was joined before and is about to
@@ -61,7 +64,7 @@ class Source:
     there. Raises BadRequest unless exactly one source is named.
     """
 
-    directory: Path | None = None
+    directory: Location | None = None
     shared: str | None = None
     group: str | None = None
     tensors: Sequence[TensorSpec] = ()
@@ -69,6 +72,16 @@ class Source:
 
     def __post_init__(self) -> None:
         check_one_source(directory=self.directory, shared=self.shared, group=self.group)
+
+    def path(self, url: str) -> Path | None:
+        """Return the directory, for a server at `url` that reads no object stores."""
+        if isinstance(self.directory, StoreUrl):
+            raise UnsupportedField(
+                f"{url} cannot fetch {self.directory}: only Lockstep's own workers and vLLM with "
+                "its extension read object stores; give this one a directory",
+                param="weight_dir",
+            )
+        return self.directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +162,10 @@ class Admin(Protocol):
         """Drop cached prefixes."""
         ...
 
-    async def stage(self, source: Source, version: str) -> None: ...
+    async def stage(self, source: Source, version: str) -> FetchSummary | None:
+        """Load weights beside the live ones; return what the worker downloaded for it, if it
+        reports that."""
+        ...
 
     async def commit(self, version: str) -> None:
         """Serve the staged weights under that label. Raises Conflict if another label is staged."""

@@ -65,12 +65,13 @@ class ReloadedWeights:
             self._live, self._previous = LoadedWeights(version, source), None
 
     def stage(self, source: Source, version: str) -> None:
-        """Store the source. Raises UnsupportedField for shared memory."""
+        """Store the source. Raises UnsupportedField for shared memory and object stores."""
         if source.shared is not None:
             raise UnsupportedField(
                 f"{self._url} cannot read weights from shared memory: give a directory",
                 param="source",
             )
+        source.path(self._url)
         self._pending = source, version
 
     async def commit(self, version: str) -> None:

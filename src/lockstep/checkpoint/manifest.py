@@ -61,7 +61,13 @@ class Manifest:
         path = directory / MANIFEST
         if not path.exists() and not path.is_symlink():
             return None
-        raw = read_object(path)
+        return cls.parse(read_object(path), path)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], path: Path | str) -> Manifest:
+        """Return the manifest of a JSON object. Raises CheckpointError, naming `path`, if it is
+        broken.
+        """
         if raw.get("format") != FORMAT or not isinstance(raw.get("files"), dict):
             raise CheckpointError(f"{path} is not a manifest: expected format {FORMAT!r} and files")
         files = {name: _record(name, file, path) for name, file in raw["files"].items()}
@@ -170,13 +176,13 @@ def check_stable(directory: Path, manifest: Manifest | None) -> None:
         )
 
 
-def check_beside(name: str, path: Path) -> None:
+def check_beside(name: str, path: Path | str) -> None:
     """Raise CheckpointError if the file `path` names a file that is not beside it."""
-    if Path(name).name != name:
+    if Path(name).name != name or name == "..":
         raise CheckpointError(f"{path} names {name!r}, which is not a file beside it")
 
 
-def _record(name: str, raw: Any, path: Path) -> FileRecord:
+def _record(name: str, raw: Any, path: Path | str) -> FileRecord:
     check_beside(name, path)
     size, sha256 = (raw.get("size"), raw.get("sha256")) if isinstance(raw, dict) else (None, None)
     if type(size) is not int or not isinstance(sha256, str):

@@ -20,8 +20,12 @@ from lockstep.checkpoint.open import open_checkpoint
 from lockstep.checkpoint.probe import Probe
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.sliced_reader import SlicedReader
+from lockstep.checkpoint.stores.fetch import local_checkpoint
+from lockstep.checkpoint.stores.upload_checkpoint import upload
+from lockstep.checkpoint.stores.url import is_url
 from lockstep.checkpoint.validate import Checkpoint
 from lockstep.cli.output import one_line_table, print_json, table_console
+from lockstep.progress import Progress
 
 app = typer.Typer(
     no_args_is_help=True, help="Look at checkpoints, and convert, verify and delete them."
@@ -36,15 +40,16 @@ def checkpoints() -> None:
 
 @app.command()
 def show(
-    directory: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
+    checkpoint: Annotated[str, typer.Argument(help="Directory or URL of a checkpoint.")],
     as_json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint holds, and which rank wrote how much of it in which time.
 
-    Reads headers only. An incomplete or broken checkpoint is an error that names the file, tensor,
-    slice or rank.
+    Reads headers only; what is in an object store is fetched. An incomplete or broken checkpoint is
+    an error that names the file, tensor, slice or rank.
     """
-    facts = describe(open_checkpoint(directory))
+    with local_checkpoint(_absolute(checkpoint)) as local:
+        facts = describe(open_checkpoint(local.directory)) | {"directory": checkpoint}
     if as_json:
         print_json(facts)
         return
@@ -89,25 +94,48 @@ def make_delta_command(
 
 @app.command("apply")
 def apply_command(
-    source: Annotated[Path, typer.Argument(help="A delta, or a checkpoint of many ranks.")],
+    source: Annotated[
+        str, typer.Argument(help="A delta, or a checkpoint of many ranks: directory or URL.")
+    ],
     target: Annotated[Path, typer.Argument(help="New directory for the full checkpoint.")],
 ) -> None:
     """Write any checkpoint as a full one that every program can load."""
-    size = write_full(source.absolute(), target.absolute())
+    with local_checkpoint(_absolute(source)) as local:
+        size = write_full(local.directory, target.absolute())
     Console(highlight=False).print(f"{target}: a full checkpoint, {size:,} bytes")
 
 
 @app.command()
 def verify(
-    directories: Annotated[list[Path], typer.Argument(help="Directories of checkpoints.")],
+    checkpoints: Annotated[list[str], typer.Argument(help="Directories or URLs of checkpoints.")],
 ) -> None:
     """Read checkpoints in full, with their chains, and compare every byte with its digest.
 
     The first that does not hold what was written is an error that names file, tensor and link.
     """
-    for directory in directories:
-        checkpoint = Checkpoint.validate(directory.absolute(), verify_hashes=True)
-        Console(highlight=False).print(f"{directory}: {checkpoint.digest}, as written")
+    for name in checkpoints:
+        with local_checkpoint(_absolute(name)) as local:
+            checkpoint = Checkpoint.validate(
+                local.directory, roots=(local.root.parent,), verify_hashes=True
+            )
+        Console(highlight=False).print(f"{name}: {checkpoint.digest}, as written")
+
+
+@app.command("upload")
+def upload_command(
+    directory: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
+    url: Annotated[str, typer.Argument(help="Where to store it: s3://BUCKET/RUN/NAME.")],
+) -> None:
+    """Store a checkpoint in an object store, where workers fetch it.
+
+    Readers reject it until it is complete, so an upload that was interrupted can be repeated. The
+    base of a delta belongs beside it: upload that first, under its own name.
+    """
+    total = sum(path.stat().st_size for path in directory.glob("*") if path.is_file())
+    with Progress(f"Uploading {directory.name}", total) as progress:
+        stored = upload(directory.absolute(), url, progress.advance)
+    rate = f"{stored.nbytes:,} bytes in {stored.seconds:.1f} s"
+    Console(highlight=False).print(f"{url}: {rate if stored.nbytes else 'complete already'}")
 
 
 @app.command()
@@ -127,6 +155,10 @@ def prune(
     verb = "would delete" if dry_run else "deleted"
     names = ", ".join(path.name for path in paths) or "nothing"
     Console(highlight=False).print(f"{verb} {names}")
+
+
+def _absolute(reference: str) -> str:
+    return reference if is_url(reference) else str(Path(reference).absolute())
 
 
 def _counts(counts: Mapping[str, int]) -> str:

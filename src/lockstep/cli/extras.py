@@ -12,6 +12,7 @@ EXTRAS = {
     "verifiers": ("verifiers",),
     "otel": ("opentelemetry",),
     "export": ("pyarrow",),
+    "stores": ("obstore",),
 }
 """Modules that a base install lacks, by the extra that installs them."""
 TRAINING = ("lockstep train", "lockstep demo")

@@ -49,7 +49,7 @@ class Fleet:
         *,
         leadership: Leadership | None = None,
         token: str | None = None,
-        roots: Sequence[Path] = (),
+        roots: Sequence[str | Path] = (),
         budget: PhaseBudgets | None = None,
         lease_seconds: float = LEASE_SECONDS,
         model_dir: Path | None = None,
@@ -73,7 +73,7 @@ class Fleet:
             require_proof=require_proof,
         )
         self.pool, self.operations, self.leadership = pool, state.operations, state.leadership
-        self._weights = WeightReader(state.roots, model_dir, require_proof)
+        self._weights = WeightReader(state.allowed, model_dir, require_proof)
         self._adapters = AdapterChanges(state)
         self._pauses = Pauses(state, lease_seconds)
         self._gate = WorkerGate(state)

@@ -10,6 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from lockstep.backends.admin import PauseMode
+from lockstep.checkpoint.stores.url import is_url
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.control.sessions import MintedSession
 from lockstep.tokens import Sample
@@ -87,8 +88,12 @@ class RemoteFleet:
         mode: PauseMode = "keep",
         key: str | None = None,
     ) -> Operation:
-        """Update the weights of all workers, verified. Calls with the same `key` update once."""
-        where = str(Path.cwd() / weight_dir)
+        """Update the weights of all workers, verified. Calls with the same `key` update once.
+
+        `weight_dir` is a directory, or a URL in an object store.
+        """
+        text = str(weight_dir)
+        where = text if is_url(text) else str(Path.cwd() / text)
         return await self._change(
             "update_weights", key, weight_dir=where, version=version, mode=mode
         )

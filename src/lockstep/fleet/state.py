@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.backends.admin import Admin, Fenced
+from lockstep.checkpoint.stores.url import AllowedRoots
 from lockstep.fleet.control.operations import Operations
 from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.routing.pool import Pool
@@ -33,7 +34,7 @@ class FleetState:
         store: ControlStore,
         leadership: Leadership,
         *,
-        roots: Sequence[Path] = (),
+        roots: Sequence[str | Path] = (),
         budget: PhaseBudgets | None = None,
         require_proof: RequiredProof = "any",
     ) -> None:
@@ -43,7 +44,11 @@ class FleetState:
         self.leadership = leadership
         self.operations = Operations(store)
         self.budget = budget or PhaseBudgets()
-        self.roots = tuple(Path(root).resolve() for root in roots or ("/",))
+        self.allowed = AllowedRoots.of(roots)
+        directories = self.allowed.directories
+        self.roots = tuple(
+            root.resolve() for root in ((Path("/"),) if directories is None else directories)
+        )
         """Directories that weights and adapters may be read from."""
         self.refused: dict[str, str] = {}
         """Workers that discovery lists but the fleet rejected: id to reason."""

@@ -21,7 +21,8 @@ LockstepError
 │   └── NotExact                   trainer and engine cannot agree bit for bit, with the reason
 ├── TooLarge                  413  a body or a session beyond its limit
 ├── CheckpointError           422  weights that must not be loaded; nothing was changed
-│   └── AdapterError               the same for a LoRA adapter
+│   ├── AdapterError               the same for a LoRA adapter
+│   └── MissingObject              an object store has no such object
 ├── Busy                      429  a queue is full; retry later
 ├── EngineFailure             500  the engine failed while processing the request
 │   └── WeightsLost                it holds neither the new weights nor the old ones
@@ -244,6 +245,12 @@ class TooLarge(LockstepError):
 class CheckpointError(LockstepError):
     code = "bad_checkpoint"
     status = 422
+
+
+class MissingObject(CheckpointError):
+    """An object store has no such object."""
+
+    code = "missing_object"
 
 
 class AdapterError(CheckpointError):

@@ -33,14 +33,29 @@ class Evidence:
 
 
 @dataclass(slots=True)
+class FetchSummary:
+    """Cost of bringing a checkpoint from a store to one host: `nbytes` were downloaded in
+    `seconds`, of `total` bytes with its chain; the cache of the host had the others.
+    """
+
+    nbytes: int
+    total: int
+    seconds: float
+
+
+@dataclass(slots=True)
 class WorkerResult:
-    """Result of one worker: `ok`, or the phase and reason of its failure; seconds per phase."""
+    """Result of one worker: `ok`, or the phase and reason of its failure; seconds per phase.
+
+    `fetched` is what it downloaded while it staged the weights, if they are in a store.
+    """
 
     status: Literal["ok", "failed", "quarantined", "rolled_back"] = "ok"
     phase: str | None = None
     error: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     evidence: Evidence | None = None
+    fetched: FetchSummary | None = None
 
 
 @dataclass(slots=True)
@@ -66,7 +81,8 @@ class Operation:
     A `lost` operation was in progress when its gateway ended; how far it got is unknown. For a
     failed one, `error`, `code` and `param` are those of the error that its caller received.
     `warnings` tell the caller about problems that did not stop it. `nbytes` is the size of the new
-    weights, if known, and `delta` what they change if they were published as a delta.
+    weights, if known, `delta` what they change if they were published as a delta, and `fetched`
+    what the gateway downloaded of them if they are in a store.
     """
 
     id: str
@@ -86,3 +102,4 @@ class Operation:
     http_status: int = 200
     nbytes: int | None = None
     delta: DeltaSummary | None = None
+    fetched: FetchSummary | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 from lockstep.engine.options import EngineOptions
@@ -52,9 +51,11 @@ class WorkerOptions:
         ),
     ] = None
     checkpoint_roots: Annotated[
-        tuple[Path, ...],
+        tuple[str, ...],
         listen_flag(
-            "Directory that weights may be loaded from; may be repeated.", name="checkpoint_root"
+            "Directory, or prefix of an object store (s3://bucket/run), that weights may be loaded "
+            "from; may be repeated.",
+            name="checkpoint_root",
         ),
     ] = ()
     drain_seconds: Annotated[

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.checkpoint.open import resolve_checkpoint
 from lockstep.checkpoint.probe import check_size
 from lockstep.checkpoint.sources import resolve
+from lockstep.checkpoint.stores.fetch import Fetched, local_checkpoint
+from lockstep.checkpoint.stores.url import AllowedRoots
 from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD, check_names
 from lockstep.engine import Engine
 from lockstep.engine.weights.broadcast import Broadcast
@@ -30,7 +33,13 @@ from lockstep.protocol.control import worker as control
 from lockstep.protocol.control.generations import Generations
 from lockstep.protocol.control.worker import TensorSpec
 from lockstep.protocol.json.strict import decode
-from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict, NotFound
+from lockstep.tokens.errors import (
+    BadRequest,
+    CheckpointError,
+    Conflict,
+    LockstepError,
+    NotFound,
+)
 from lockstep.tokens.versions import check_label
 from lockstep.worker.data import engine_request_id
 from lockstep.worker.prober import Prober
@@ -45,7 +54,8 @@ B = TypeVar("B")
 class SystemPlane:
     """Routes of the system port.
 
-    `roots` are the directories that weights may be loaded from; empty allows any. `hosts` are the
+    `roots` are the directories and prefixes of stores that weights may be loaded from; empty allows
+    any. `hosts` are the
     accepted Host headers; None accepts any. `model` is the name of the model, which no adapter may
     use.
     """
@@ -54,14 +64,14 @@ class SystemPlane:
         self,
         engine: Engine,
         token: str,
-        roots: tuple[Path, ...] = (),
+        roots: tuple[str | Path, ...] = (),
         *,
         hosts: Iterable[str] | None = None,
         model: str | None = None,
     ) -> None:
         self.engine = engine
         self._token = token
-        self._roots = roots or None
+        self._roots = AllowedRoots.of(roots)
         self._groups: dict[str, Broadcast] = {}
         self._prober = Prober(engine)
         self._sequence_numbers = SequenceNumbers()
@@ -180,15 +190,33 @@ class SystemPlane:
 
     async def stage(self, body: control.Stage) -> Fields:
         """Load weights next to the live ones, from exactly one source."""
+        fetched = None
         if body.model_path is not None:
-            weights = await self._stage_directory(body.model_path, body.weight_version)
+            weights, fetched = await self._stage_directory(body.model_path, body.weight_version)
         else:
             weights = await self._stage_tensors(body)
-        return {"staged": weights.version, "bytes": weights.nbytes, "version": self.engine.version}
+        fields = {"staged": weights.version, "bytes": weights.nbytes,
+                  "version": self.engine.version}  # fmt: skip
+        return fields if fetched is None else {**fields, "fetched": asdict(fetched.summary)}
 
-    async def _stage_directory(self, model_path: str, version: str | None) -> Weights:
-        path = await asyncio.to_thread(resolve_checkpoint, model_path, self._roots, "model_path")
-        return self._prober.remember_staged(await self.engine.stage(path, version or path.name))
+    async def _stage_directory(
+        self, reference: str, version: str | None
+    ) -> tuple[Weights, Fetched | None]:
+        """Stage a directory or what a store has; return what fetching took, for a store."""
+        live = self.engine.core.served.weights.digest
+        while True:
+            async with _local(reference, self._roots, live) as local:
+                try:
+                    label = version or local.directory.name
+                    weights = await self.engine.stage(local.directory, label)
+                except CheckpointError:
+                    if local.is_complete:
+                        raise
+                    # The delta alone does not suffice, for example as it is served in another
+                    # dtype than it was saved in.
+                    live = None
+                    continue
+                return self._prober.remember_staged(weights), local if local.is_remote else None
 
     async def _stage_tensors(self, body: control.Stage) -> Weights:
         if body.weight_version is None:
@@ -340,11 +368,11 @@ class SystemPlane:
         if body.lora_name in self._loading:
             raise Conflict(f"adapter {body.lora_name!r} is being loaded", param="lora_name")
         # Loading awaits a thread: two loads of one name at once would both pass the checks above.
-        path = resolve(body.lora_path, self._roots, "lora_path")
+        path = resolve(body.lora_path, self._roots.directories, "lora_path")
         self._loading.add(body.lora_name)
         try:
             swapped = await self.engine.load_adapter(
-                body.lora_name, path, body.version, self._roots
+                body.lora_name, path, body.version, self._roots.directories
             )
         finally:
             self._loading.discard(body.lora_name)
@@ -376,3 +404,17 @@ class SystemPlane:
         if name not in self._groups:
             raise NotFound(f"there is no weight group {name!r}: init_weights_update_group first")
         return self._groups[name]
+
+
+@asynccontextmanager
+async def _local(reference: str, roots: AllowedRoots, live: str | None) -> AsyncIterator[Fetched]:
+    """Hold a checkpoint on this host, as `local_checkpoint` does, without blocking."""
+    held = local_checkpoint(reference, roots, "model_path", live=live)
+    local = await asyncio.to_thread(held.__enter__)
+    try:
+        yield local
+    except LockstepError as error:
+        held.__exit__(type(error), error, error.__traceback__)  # raises it, naming the URL
+        raise
+    else:
+        held.__exit__(None, None, None)

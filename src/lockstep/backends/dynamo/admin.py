@@ -29,6 +29,7 @@ from lockstep.tokens.errors import (
     EngineFailure,
     UnsupportedField,
 )
+from lockstep.tokens.operation import FetchSummary
 
 TRANSACTION = frozenset({"stage", "commit", "rollback", "probe", "liveness_probe"})
 """Routes that a Lockstep engine behind Dynamo advertises beside Dynamo's own."""
@@ -123,12 +124,12 @@ class DynamoAdmin(HttpAdmin):
 
     # Weights
 
-    async def stage(self, source: Source, version: str) -> None:
+    async def stage(self, source: Source, version: str) -> FetchSummary | None:
         if self._own is not None:
-            await self._own.stage(source, version)
-            return
+            return await self._own.stage(source, version)
         self._require_route(_update_route(source))
         self._reloads.stage(source, version)
+        return None
 
     async def commit(self, version: str) -> None:
         if self._own is not None:

@@ -29,6 +29,7 @@ from lockstep.tokens.errors import (
     Misaligned,
     Unavailable,
 )
+from lockstep.tokens.operation import FetchSummary
 
 
 class _State(msgspec.Struct):
@@ -115,12 +116,14 @@ class LockstepAdmin(HttpAdmin):
 
     # Weights
 
-    async def stage(self, source: Source, version: str) -> None:
+    async def stage(self, source: Source, version: str) -> FetchSummary | None:
         body = stage_body(source, version, **self.fencing)
         # A broadcast sends its tensors once; any other source can be read again.
         idempotent = source.group is None
         response = await self._engine("stage", body, self._budgets.load, idempotent=idempotent)
         self._client.expect(response.get("staged"), version, "stage")
+        fetched = response.get("fetched")
+        return None if fetched is None else self._client.convert(FetchSummary, fetched, "stage")
 
     async def commit(self, version: str) -> None:
         await self._commit(version, None)

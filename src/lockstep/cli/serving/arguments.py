@@ -63,7 +63,11 @@ class GatewayArguments:
     tls: ListenerTls = field(default_factory=ListenerTls)
     prime_rl: Annotated[bool, Flag("Print the lines of prime-rl's configuration for it.")] = False
     checkpoint_root: Annotated[
-        tuple[Path, ...], Flag("Directory that weights may be loaded from; may be repeated.")
+        tuple[str, ...],
+        Flag(
+            "Directory, or prefix of an object store (s3://bucket/run), that weights may be loaded "
+            "from; may be repeated."
+        ),
     ] = ()
     require_proof: Annotated[
         RequiredProof,

@@ -153,7 +153,7 @@ class GatewayProcess:
             token_file = token_path or _text(settings.admin_token_file)
             runs = self._runs(state, stack)
             roots = tuple(arguments.checkpoint_root)
-            roots = (*roots, runs) if roots and runs else roots
+            roots = (*roots, str(runs)) if roots and runs else roots
             if not arguments.fresh:
                 check_inside(await store.control.desired(), roots)
             fleet = Fleet(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.files import read_object
 from lockstep.checkpoint.manifest import INDEX, WEIGHTS
-from lockstep.checkpoint.sources import inside
+from lockstep.checkpoint.stores.url import AllowedRoots, is_url
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.model_identity import ModelIdentity
 from lockstep.cli.serving.shared_store import check_shared
@@ -203,9 +203,9 @@ def _check_files(desired: Desired, place: str, starts_workers: bool) -> None:
     log.warning("%s is missing: workers that do not hold %s yet cannot join", file, what)
 
 
-def check_roots(roots: Sequence[Path]) -> None:
-    """Raise BadRequest for a checkpoint root that is not a directory."""
-    for root in roots:
+def check_roots(roots: Sequence[str | Path]) -> None:
+    """Raise BadRequest for a checkpoint root that is no directory and no prefix of a store."""
+    for root in AllowedRoots.of(roots).directories or ():
         if not root.is_dir():
             raise BadRequest(
                 f"--checkpoint-root {root} is not a directory: create it, or correct the path",
@@ -213,16 +213,17 @@ def check_roots(roots: Sequence[Path]) -> None:
             )
 
 
-def check_inside(desired: Desired, roots: Sequence[Path]) -> None:
+def check_inside(desired: Desired, roots: Sequence[str | Path]) -> None:
     """Raise Forbidden when a fleet would resume weights or an adapter from outside its roots."""
     if not roots:
         return
+    allowed = AllowedRoots.of(roots)
     paths = {name: spec.path for name, spec in desired.adapters.items()}
     sources = {f"adapter {name!r}": path for name, path in paths.items()}
     if desired.checkpoint is not None:
         sources[f"version {desired.version!r}"] = desired.checkpoint
     for what, path in sources.items():
-        if not inside(Path(path).resolve(), roots):
+        if not allowed.contain(path):
             raise Forbidden(
                 f"the fleet last served {what} from {path}, which is outside --checkpoint-root "
                 f"{', '.join(map(str, roots))}: add a root that contains it, or --fresh starts "
@@ -233,7 +234,8 @@ def check_inside(desired: Desired, roots: Sequence[Path]) -> None:
 
 def _missing(desired: Desired) -> tuple[str, Path] | None:
     """Return the weights or adapter that cannot be loaded, and the first missing file."""
-    if desired.checkpoint is not None:
+    # Workers fetch checkpoints of a store themselves.
+    if desired.checkpoint is not None and not is_url(desired.checkpoint):
         file = _missing_file(Path(desired.checkpoint))
         if file is not None:
             return f"version {desired.version!r} from there", file

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.backends.admin import Source, WorkerView
+from lockstep.checkpoint.stores.url import location
 from lockstep.fleet.update.judgement import (
     Witness,
     check_requirement,
@@ -162,7 +163,7 @@ async def _go_back(worker: Worker, version: str) -> None:
 
 
 async def _load_weights(worker: Worker, checkpoint: str, version: str) -> None:
-    await worker.control.stage(Source(directory=Path(checkpoint)), version)
+    await worker.control.stage(Source(directory=location(checkpoint)), version)
     if not worker.control.stages:
         await worker.control.pause("abort")
     await worker.control.commit(version)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import tracing
 from lockstep.backends.admin import Source
-from lockstep.checkpoint.validate import Checkpoint, ModelSignature, resolve
+from lockstep.checkpoint.stores.fetch import local_checkpoint
+from lockstep.checkpoint.stores.url import AllowedRoots, StoreUrl, location
+from lockstep.checkpoint.validate import Checkpoint, ModelSignature
 from lockstep.fleet.update.proof import Proof, reference_of
 from lockstep.storage.desired_state import Desired
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError
-from lockstep.tokens.operation import DeltaSummary, RequiredProof
+from lockstep.tokens.operation import DeltaSummary, FetchSummary, RequiredProof
 from lockstep.tokens.versions import MAX_LABEL
 
 DIGITS = 12
@@ -38,13 +39,14 @@ class NewWeights:
     is_served: bool = False
     nbytes: int | None = None
     delta: DeltaSummary | None = None
+    fetched: FetchSummary | None = None
 
 
 class WeightReader:
     """Reads the weights that an update names. `model_dir` holds the initial weights, if known."""
 
     def __init__(
-        self, roots: Sequence[Path], model_dir: Path | None, require: RequiredProof = "any"
+        self, roots: AllowedRoots, model_dir: Path | None, require: RequiredProof = "any"
     ) -> None:
         self._roots = roots
         self._require: RequiredProof = require
@@ -74,12 +76,11 @@ class WeightReader:
             if version in desired.agreed:
                 raise _label_conflict(version)
             return NewWeights(version, source, Proof(require=self._require))
-        path = resolve(weight_dir, self._roots)
         with ExitStack() as stack:
             if (tracer := tracing.active) is not None:
                 stack.enter_context(tracer.span("update validate", {"lockstep.version": version}))
-            checkpoint = await asyncio.to_thread(
-                Checkpoint.validate, path, await self._served_signature(desired), roots=self._roots
+            place, checkpoint, fetched = await asyncio.to_thread(
+                self._validate, weight_dir, await self._served_signature(desired)
             )
         warnings = checkpoint.warnings
         if version in desired.agreed and desired.digests.get(version) != checkpoint.digest:
@@ -97,22 +98,40 @@ class WeightReader:
         )
         return NewWeights(
             version,
-            Source(directory=path),
+            Source(directory=place),
             proof,
-            str(path),
+            str(place),
             checkpoint.digest,
             warnings,
             is_served=served and version == desired.version,
             nbytes=checkpoint.nbytes,
             delta=checkpoint.delta,
+            fetched=fetched,
         )
+
+    def _validate(
+        self, weight_dir: str, like: ModelSignature | None
+    ) -> tuple[Path | StoreUrl, Checkpoint, FetchSummary | None]:
+        """Return where the workers find the checkpoint, what it holds, and what fetching took."""
+        with local_checkpoint(weight_dir, self._roots) as local:
+            place = location(weight_dir)
+            if not isinstance(place, StoreUrl):
+                roots = self._roots.directories
+                roots = (Path("/"),) if roots is None else roots
+                return (
+                    local.directory,
+                    Checkpoint.validate(local.directory, like, roots=roots),
+                    None,
+                )
+            checkpoint = Checkpoint.validate(local.directory, like, roots=(local.root,))
+            return place, checkpoint, local.summary
 
     async def _served_signature(self, desired: Desired) -> ModelSignature | None:
         """Return names and shapes of the served model's weights, where known."""
         where = self._model_dir or desired.checkpoint
         if self._signature is None and where is not None:
             with suppress(LockstepError):  # the workers themselves check too
-                self._signature = await asyncio.to_thread(ModelSignature.of, Path(where))
+                self._signature = await asyncio.to_thread(_signature_of, str(where))
         return self._signature
 
     async def _served_digest(self, desired: Desired) -> str | None:
@@ -125,6 +144,11 @@ class WeightReader:
         if len(desired.agreed) == 1 and desired.checkpoint is None:
             return self._first
         return desired.digests.get(desired.version or "")
+
+
+def _signature_of(reference: str) -> ModelSignature:
+    with local_checkpoint(reference) as local:
+        return ModelSignature.of(local.directory)
 
 
 def content_label(name: str, digest: str) -> str:

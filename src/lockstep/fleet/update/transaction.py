@@ -39,7 +39,7 @@ from lockstep.tokens.errors import (
     Unavailable,
     UpdateFailed,
 )
-from lockstep.tokens.operation import Operation
+from lockstep.tokens.operation import Operation, WorkerResult
 
 
 class Transaction:
@@ -121,7 +121,7 @@ class Transaction:
             self._proof.before(self._workers, self._budget, self._operation),
             run_phase(
                 "stage", self._workers,
-                lambda worker: worker.control.stage(self._source, self._version),
+                self._stage_one,
                 self._budget.stage, self._operation, straggler=self._budget.stage_straggler,
             ),
         )  # fmt: skip
@@ -139,6 +139,11 @@ class Transaction:
             raise self._as_failure(error)
         self._drop(lost, "it was lost while staging")
         return staged
+
+    async def _stage_one(self, worker: Worker) -> None:
+        fetched = await worker.control.stage(self._source, self._version)
+        if fetched is not None:
+            self._operation.workers.setdefault(worker.id, WorkerResult()).fetched = fetched
 
     async def _prove_staged(self, staged: list[Worker]) -> list[Worker]:
         """Prove the weights on workers that can while staged. No worker has paused or swapped

@@ -69,6 +69,7 @@ class WeightUpdate:
         operation.version = new.version
         operation.warnings += new.warnings
         operation.nbytes, operation.delta = new.nbytes, new.delta
+        operation.fetched = new.fetched
         if new.is_served:
             return
         transaction = Transaction(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from lockstep.backends.vllm.extension.load import load
 from lockstep.backends.vllm.extension.rank_weights import RankWeights
 from lockstep.backends.vllm.extension.read_back import read_back
 from lockstep.backends.vllm.extension.source import Sources
+from lockstep.checkpoint.stores.url import AllowedRoots
 from lockstep.protocol.control.generations import Generations
 from lockstep.protocol.control.read_back import ReadBack
 from lockstep.protocol.control.worker import Stage
@@ -35,7 +35,7 @@ NAME = "lockstep"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """`roots`: the only directories that weights may be read from; empty: any."""
+    """`roots`: the only directories and prefixes of stores to read weights from; empty: any."""
 
     roots: list[str] = field(default_factory=list)
 
@@ -82,7 +82,7 @@ class LockstepTransfer(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.sources.roots = tuple(Path(root).resolve() for root in init_info.roots)
+        self.sources.roots = AllowedRoots.of(init_info.roots)
 
     def start_weight_update(self) -> None:
         self.weights.begin()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.open import open_checkpoint, resolve_checkpoint
+from lockstep.checkpoint.open import open_checkpoint
+from lockstep.checkpoint.stores.fetch import local_checkpoint
+from lockstep.checkpoint.stores.url import AllowedRoots
 from lockstep.checkpoint.tensor_names import (
     DERIVED,
     EMBEDDING,
@@ -32,12 +33,12 @@ class TensorsRead:
 
 
 class Sources:
-    """The sources that this rank may read. `roots` limits directories; empty: any."""
+    """The sources that this rank may read. `roots` limits directories and stores."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._groups: dict[str, Broadcast] = {}
-        self.roots: tuple[Path, ...] = ()
+        self.roots = AllowedRoots()
 
     def read(self, request: Stage) -> TensorsRead:
         """Return the tensors by name, copied, so that later changes of the source have no effect.
@@ -66,9 +67,12 @@ class Sources:
         self._groups.clear()
 
     def _directory(self, directory: str) -> TensorsRead:
-        reader = open_checkpoint(resolve_checkpoint(directory, self.roots or None, "model_path"))
         tensors: dict[str, Any] = {}
-        with Digester() as digester:
+        with (
+            local_checkpoint(directory, self.roots, "model_path") as local,
+            Digester() as digester,
+        ):
+            reader = open_checkpoint(local.directory)
             for name in reader.tensors:
                 # A copy: the reader returns a view of the file, mapped into memory.
                 tensors[name] = read_tensor(reader, name).clone()

@@ -1,0 +1,1 @@
+"""Checkpoints in a real S3 server, with its faults."""
