@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.engine import exact
-from lockstep.integrations.draws import Draws, check_recorded, support_of
+from lockstep.integrations.draws import DrawnRows, check_recorded, support_of
 from lockstep.integrations.trl.exact_head import pack_batch
 from lockstep.integrations.trl.rollout_worker import check_unshaped
 from lockstep.tokens import Sample
@@ -40,7 +40,7 @@ def padded(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return ids, mask, labels
 
 
-def score(samples: list[Sample], draws: Draws, *, prepared: bool = True) -> list[list[float]]:
+def score(samples: list[Sample], draws: DrawnRows, *, prepared: bool = True) -> list[list[float]]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory("tiny"), dtype=torch.float32)
     if prepared:
         exact.prepare(model)
@@ -59,19 +59,19 @@ def drawn_logprobs(own: Sample) -> list[float]:
 
 
 def test_rows_have_the_logprobs_that_they_were_sampled_with(samples: list[Sample]) -> None:
-    draws = Draws()
+    draws = DrawnRows()
     for own in samples:
         draws.add(own)
     assert score(samples, draws) == [drawn_logprobs(own) for own in samples]
     close = score(samples, draws, prepared=False)
     for row, own in zip(close, samples, strict=True):
         assert row == pytest.approx(drawn_logprobs(own), abs=1e-4)
-    whole = score(samples, Draws())
+    whole = score(samples, DrawnRows())
     assert whole != close
 
 
 def test_every_turn_of_a_row_is_found_by_its_prefix(samples: list[Sample]) -> None:
-    draws = Draws()
+    draws = DrawnRows()
     draws.add(samples[0])
     (span,) = samples[0].shaping
     longer = [*samples[0].token_ids, 3, 4, 5]
@@ -85,14 +85,14 @@ def test_every_turn_of_a_row_is_found_by_its_prefix(samples: list[Sample]) -> No
 
 
 def test_a_row_that_was_not_sampled_is_an_error(samples: list[Sample]) -> None:
-    draws = Draws()
+    draws = DrawnRows()
     draws.add(samples[0])
     with pytest.raises(BadSupport, match="is not one that was sampled"):
         score(samples[:2], draws)
 
 
 def test_dropped_sets_are_an_error_and_not_a_bias(samples: list[Sample]) -> None:
-    draws = Draws(most_bytes=samples[0].support.nbytes)  # type: ignore[union-attr]
+    draws = DrawnRows(most_bytes=samples[0].support.nbytes)  # type: ignore[union-attr]
     for own in samples:
         draws.add(own)
     with pytest.raises(BadSupport, match="were dropped"):

@@ -103,6 +103,23 @@ def test_the_example_is_a_valid_configuration() -> None:
             {"rollout": {"top_k": 20, "logprobs": "raw"}},
             r"rollout\.logprobs is 'raw': expected 'processed' with rollout\.top_p, top_k or min_p",
         ),
+        ({"loss": {"kind": "jsd"}}, r"teacher\.url is '': expected the URL of a teacher"),
+        (
+            {"loss": {"kind": "jsd", "options": {"beta": 1.0}}, "teacher": {"path": "tiny"}},
+            r"loss\.options\.beta is 1\.0: expected a number above 0 and below 1",
+        ),
+        (
+            {"loss": {"kind": "distill"}, "teacher": {"path": "tiny"}},
+            r"teacher\.path is 'tiny': expected nothing, as loss\.kind is 'distill'",
+        ),
+        (
+            {"loss": {"kind": "jsd"}, "teacher": {"path": "tiny", "url": "http://x"}},
+            r"teacher\.url is 'http://x': expected nothing, as teacher\.path is 'tiny'",
+        ),
+        (
+            {"loss": {"kind": "jsd"}, "teacher": {"path": "tiny"}, "rollout": {"top_p": 0.9}},
+            r"loss\.kind is 'jsd': expected another, as rollout\.top_p",
+        ),
         ({"loss": {"kind": "distill"}}, r"teacher\.url is '': expected the URL of a teacher"),
         ({"loss": {"kind": "gpro"}}, r"loss\.kind is 'gpro': expected one of dppo, ipo, grpo"),
         (

@@ -193,14 +193,16 @@ def student(target: Path) -> Path:
     return target
 
 
+@pytest.mark.parametrize("kind", ["distill", "reverse_kl"])
 async def test_distillation_brings_the_student_closer_to_its_teacher(
-    stack: Stack, teacher: WorkerProcess, tmp_path: Path
+    stack: Stack, teacher: WorkerProcess, tmp_path: Path, kind: str
 ) -> None:
+    """By the teacher's logprobs of sampled tokens, and by its 8 likeliest tokens beside them."""
     config = run_config(
         tmp_path / "run",
         model=str(student(tmp_path / "student")),
-        loss={"kind": "distill"},
-        teacher={"url": teacher.url},
+        loss={"kind": kind},
+        teacher={"url": teacher.url, "top_k": 8},
         rollout={"groups": 32, "group_size": 2},
         loop={"steps": 4},
         seed=3,

@@ -151,13 +151,15 @@ class Policy:
         *,
         temperature: float = 1.0,
         start: int | None = None,
+        top: int = 0,
         **options: Any,
     ) -> Scores:
         """Return the logprob of every token given the tokens before it, e.g. for distillation.
 
         With `start`, tokens from there on are scored as if sampled with these options (top_p,
         penalties and the like): their processed logprobs. A token that could not have been drawn
-        raises BadLogprob, or is -inf with `allow_nonfinite`.
+        raises BadLogprob, or is -inf with `allow_nonfinite`. With `top`, the scores have that many
+        likeliest tokens in the place of each token, or one more.
 
         Raises Conflict if a temperature other than 1 is requested from a server that reports raw
         logprobs, BadRequest for a single token, and PromptTooLong if the context cannot hold the
@@ -172,7 +174,10 @@ class Policy:
         mode = {"logprob_mode": "processed"} if processed else {}
         # The tokens sampled after the scored ones are discarded, so request as few as possible.
         shortest = {"max_tokens": max(1, options.get("min_tokens", 0))}
-        scoring = {"temperature": temperature, "score_start": start, **mode, **shortest}
+        scoring = {
+            "temperature": temperature, "score_start": start, "prompt_logprobs": top,
+            **mode, **shortest,
+        }  # fmt: skip
         merged = self._options.with_(**PLAIN).with_(**scoring | options)
         (completion,) = await self.transport.generate(merged.request(list(token_ids), self.model))
         if temperature != 1.0 and completion.logprob_mode == "raw":
@@ -185,7 +190,8 @@ class Policy:
             raise ContractError("prompt logprobs were requested and did not come")
         logprobs = [0.0 if entry is None else entry.logprob for entry in completion.prompt_logprobs]
         version = completion.versions[0].version if completion.versions else ""
-        return Scores(list(token_ids), logprobs, version, temperature)
+        tops = [() if entry is None else entry.top for entry in completion.prompt_logprobs]
+        return Scores(list(token_ids), logprobs, version, temperature, tops if top else None)
 
     async def map(
         self,

@@ -9,6 +9,7 @@ from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.render import Call, ParsedMessage
 from lockstep.render.messages import Plain
 from lockstep.tokens import Completion, Finish, VersionSpan
+from lockstep.tokens.completion import Ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,12 @@ class Turn:
 class Scores:
     """Logprobs of tokens, each conditioned on the tokens before it; the first is 0.0.
 
-    `version` labels the weights; `temperature` is the divisor of the logits.
+    `version` labels the weights; `temperature` is the divisor of the logits. `top` are the
+    likeliest tokens in the place of each token, if they were requested.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     version: str
     temperature: float
+    top: list[tuple[Ranked, ...]] | None = None

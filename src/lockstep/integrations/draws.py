@@ -1,4 +1,4 @@
-"""Draws that a trainer will learn from, found again by the tokens of a row.
+"""DrawnRows that a trainer will learn from, found again by the tokens of a row.
 
 TRL and Tinker pass a row's tokens and logprobs to the trainer, but not what it was drawn from.
 """
@@ -23,7 +23,7 @@ MOST_DRAWS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class DrawnSpan:
     """The tokens of one request in a row: their options, and the sets that they were drawn from."""
 
     span: ShapedSpan
@@ -34,7 +34,7 @@ class Draw:
         return 0 if self.support is None else self.support.nbytes
 
 
-class Draws:
+class DrawnRows:
     """The distributions that rows were drawn from, with up to `most_bytes` of sets.
 
     Past that, the oldest are dropped, and looking them up is an error. True once a distribution was
@@ -42,7 +42,7 @@ class Draws:
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._draws: OrderedDict[bytes, Draw | None] = OrderedDict()
+        self._draws: OrderedDict[bytes, DrawnSpan | None] = OrderedDict()
         self._lengths: set[int] = set()
         self._bytes = 0
         self._most_bytes = most_bytes
@@ -57,20 +57,20 @@ class Draws:
         if isinstance(drawn, Sample):
             for span in drawn.shaping:
                 own = None if drawn.support is None else drawn.support.slice(span.start, span.end)
-                self._put(drawn.token_ids[: span.end], Draw(span, own))
+                self._put(drawn.token_ids[: span.end], DrawnSpan(span, own))
             if not drawn.shaping:
                 end = len(drawn.token_ids)
-                self._put(drawn.token_ids, Draw(ShapedSpan(end, end, UNSHAPED), None))
+                self._put(drawn.token_ids, DrawnSpan(ShapedSpan(end, end, UNSHAPED), None))
         else:
             ids = [*drawn.prompt_ids, *drawn.token_ids]
             span = ShapedSpan(len(drawn.prompt_ids), len(ids), drawn.shaping or UNSHAPED)
-            self._put(ids, Draw(span, drawn.support))
+            self._put(ids, DrawnSpan(span, drawn.support))
 
-    def find(self, token_ids: Sequence[int]) -> list[Draw]:
+    def find(self, token_ids: Sequence[int]) -> list[DrawnSpan]:
         """Return the draws in a row, in order. Raises BadSupport for one that was dropped."""
         array = np.asarray(token_ids, dtype=np.int64)
         digest, at = blake2b(digest_size=16), 0
-        draws: list[Draw] = []
+        draws: list[DrawnSpan] = []
         with self._lock:
             for end in sorted(length for length in self._lengths if length <= len(array)):
                 digest.update(array[at:end].tobytes())
@@ -86,7 +86,7 @@ class Draws:
                 draws.append(draw)
         return draws
 
-    def _put(self, token_ids: Sequence[int], draw: Draw) -> None:
+    def _put(self, token_ids: Sequence[int], draw: DrawnSpan) -> None:
         key = blake2b(np.asarray(token_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
         with self._lock:
             before = self._draws.get(key)
@@ -107,7 +107,7 @@ class Draws:
                 self._draws.popitem(last=False)
 
 
-def support_of(draws: Sequence[Draw], tokens: int) -> Support | None:
+def support_of(draws: Sequence[DrawnSpan], tokens: int) -> Support | None:
     """Return the sets of a row of `tokens` tokens; None if none was recorded."""
     return Support.placed(
         [(own.span.start, own.support) for own in draws if own.support is not None], tokens

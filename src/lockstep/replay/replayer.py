@@ -29,7 +29,7 @@ from lockstep.train.learning.exactness import CLOSE_BOUND
 from lockstep.train.learning.learner import Learner, own_plan
 from lockstep.train.records.chain_recorder import code_version, model_files
 from lockstep.train.records.run_dir import RunDirectory
-from lockstep.train.records.step_contents import decode_groups
+from lockstep.train.records.step_contents import decode_groups, decode_teacher_tops
 from lockstep.train.records.tensor_digests import Digests, TensorDigests
 
 T = TypeVar("T")
@@ -286,6 +286,10 @@ class _Replayer:
             outcome.listed("logprobs of the teacher", len(teacher) if compared else 0)
             pairs = zip(batch.items, teacher, strict=True)
             batch = with_(batch, items=tuple(with_(item, teacher=own) for item, own in pairs))
+        if (tops := decode_teacher_tops(contents)) is not None:
+            outcome.listed("likeliest tokens of the teacher", len(tops) if compared else 0)
+            pairs = zip(batch.items, tops, strict=True)
+            batch = with_(batch, items=tuple(with_(item, teacher_top=own) for item, own in pairs))
         if record["learning"] is None:
             outcome.compare(step, "tokens to learn from", 0, batch.learnt_tokens)
             self._save(learner, directory)

@@ -14,6 +14,7 @@ import msgspec
 
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.sampling import MAX_LOGPROBS
 from lockstep.train.losses.loss_config import LossConfig, LossPlan
 from lockstep.train.losses.reference_kl import Estimator
 from lockstep.train.ranges import Range
@@ -196,9 +197,22 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig:
-    """The endpoint whose logprobs the distill loss learns from."""
+    """The model that distill, forward_kl, reverse_kl and jsd learn from.
+
+    A served teacher has a `url`; the three divergences take its `top_k` likeliest tokens at each
+    sampled token. With a `path`, the trainer loads the teacher, and they compare the whole
+    vocabulary.
+    """
 
     url: Annotated[str, "Data URL of the teacher."] = ""
+    path: Annotated[
+        str | None, "Directory or bundled name of a teacher that the trainer loads."
+    ] = None
+    top_k: Annotated[
+        int,
+        Range(least=1, most=MAX_LOGPROBS),
+        "Likeliest tokens that a served teacher returns. vLLM has 20 by default.",
+    ] = 20
     model: Annotated[str | None, "Model of the teacher. Unset: the only one."] = None
     api_key: Annotated[str | None, "API key of the teacher, if it requires one."] = None
 
@@ -262,7 +276,8 @@ class TrainConfig:
         _check_ranges(self, "")
         require(re.fullmatch(r"cpu|cuda(:\d+)?", self.learner.device) is not None, "learner.device",
                 "cpu, cuda or cuda:N")  # fmt: skip
-        from_teacher = self.loss_plan.loss.learns_from == "teacher"
+        learns_from, teacher = self.loss_plan.loss.learns_from, self.teacher
+        from_teacher = learns_from != "rewards"
         require(from_teacher or self.rollout.group_size >= 2, "rollout.group_size",
                 "2 or more, as rewards are compared within a group")  # fmt: skip
         require(self.rollout.temperature == 1.0 or self.rollout.logprobs == "processed",
@@ -271,8 +286,15 @@ class TrainConfig:
         require(not self.rollout.truncates or self.rollout.logprobs == "processed",
                 "rollout.logprobs", "'processed' with rollout.top_p, top_k or min_p: raw logprobs "
                 "are not those of the sets that tokens were drawn from")  # fmt: skip
-        require(not from_teacher or bool(self.teacher.url), "teacher.url",
+        whole = learns_from == "distributions"
+        require(whole or teacher.path is None, "teacher.path",
+                f"nothing, as loss.kind is {self.loss.kind!r}, which has a url")  # fmt: skip
+        require(not from_teacher or bool(teacher.url) or teacher.path is not None, "teacher.url",
                 f"the URL of a teacher, as loss.kind is {self.loss.kind!r}")  # fmt: skip
+        require(not teacher.url or teacher.path is None, "teacher.url",
+                f"nothing, as teacher.path is {teacher.path!r}")  # fmt: skip
+        require(not whole or not self.rollout.truncates, "loss.kind",
+                "another, as rollout.top_p, top_k or min_p truncate what it compares")  # fmt: skip
         learner, reference = self.learner, self.reference
         decays = learner.schedule != "constant"
         require(decays or learner.decay_steps is None, "learner.decay_steps",

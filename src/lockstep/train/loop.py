@@ -129,7 +129,7 @@ class Trainer:
                     tokenizer=serve.tokenizer or config.model)
         )  # fmt: skip
         self._teacher: Policy | None = None
-        if config.loss_plan.loss.learns_from == "teacher":
+        if config.loss_plan.loss.learns_from != "rewards" and config.teacher.url:
             teacher = config.teacher
             self._teacher = await stack.enter_async_context(
                 connect(teacher.url, teacher.model, api_key=teacher.api_key)

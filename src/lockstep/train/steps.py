@@ -20,9 +20,10 @@ from lockstep.train.learning.batch import (
     failures,
     make_batch,
 )
+from lockstep.train.learning.distributions import teacher_top
 from lockstep.train.learning.exactness import Exactness
 from lockstep.train.learning.learner import Learner
-from lockstep.train.learning.teacher import teacher_logprobs
+from lockstep.train.learning.teacher import teacher_scores
 from lockstep.train.publish import Published, Publisher
 from lockstep.train.records.chain_recorder import ChainRecorder
 from lockstep.train.records.run_dir import RunDirectory
@@ -178,9 +179,15 @@ class StepRunner:
             return batch
         samples = [item.sample for item in batch.items]
         temperature = self.config.rollout.temperature
-        scores = await teacher_logprobs(self.teacher, samples, temperature=temperature)
+        if self.config.loss_plan.loss.learns_from == "distributions":
+            count = self.config.teacher.top_k
+            scores = await teacher_scores(self.teacher, samples, temperature, top=count)
+            tops = zip(batch.items, (teacher_top(own, count) for own in scores), strict=True)
+            return replace(batch, items=tuple(replace(item, teacher_top=own) for item, own in tops))
+        scores = await teacher_scores(self.teacher, samples, temperature)
         pairs = zip(batch.items, scores, strict=True)
-        return replace(batch, items=tuple(replace(item, teacher=own) for item, own in pairs))
+        items = (replace(item, teacher=own.logprobs) for item, own in pairs)
+        return replace(batch, items=tuple(items))
 
     def _skip(self, step: int, batch: TrainBatch, rollout_seconds: float) -> None:
         """Record a step without a token to learn from; the weights stay as they are.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.integrations.draws import Draws
+from lockstep.integrations.draws import DrawnRows
 from lockstep.integrations.tinker.calls.futures import PROTOBUF, Futures, Pending, Result
 from lockstep.integrations.tinker.protocol import json_bodies as bodies
 from lockstep.integrations.tinker.protocol.protobuf_messages import encode_samples
@@ -61,7 +61,7 @@ class SamplingService:
         self.samplers = samplers
         self.cache_salt: str | None = None
         """Separates the cached prompts of this tenant from those of others."""
-        self.draws = Draws()
+        self.draws = DrawnRows()
         """The sampled rows, by which training recognizes truncated ones."""
         self._records: dict[str, SamplerRecord] = {}
         self._base = base

@@ -24,7 +24,7 @@ from lockstep.engine.forward_pass import (
     tempered_logprobs,
     token_logits,
 )
-from lockstep.integrations.draws import Draws, support_of
+from lockstep.integrations.draws import DrawnRows, support_of
 from lockstep.tokens.errors import BadRequest, BadSupport
 
 TEXT_INPUTS = {"input_ids", "attention_mask"}
@@ -32,7 +32,7 @@ TEXT_INPUTS = {"input_ids", "attention_mask"}
 NO_LABEL = -100
 
 
-def use_own_head(model: Any, temperature: float, draws: Draws, *, exact: bool) -> None:
+def use_own_head(model: Any, temperature: float, draws: DrawnRows, *, exact: bool) -> None:
     """Make `model(labels=..., fused_lm_head=True)` return the logprobs that the engine samples by.
 
     TRL multiplies by the head in tiles and sums in another order than a softmax does, so that the
@@ -89,7 +89,7 @@ class PackedBatch:
     """The index of each scored token in (B, T - 1), flat."""
 
     def score(
-        self, model: Any, labels: Tensor, temperature: float, draws: Draws | None = None
+        self, model: Any, labels: Tensor, temperature: float, draws: DrawnRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the logprobs of labels after the first and the entropies there, (B, T - 1) each.
 
@@ -107,7 +107,7 @@ class PackedBatch:
             zeros.index_copy(0, self.place_N, entropy_N).view(shape),
         )
 
-    def _shape(self, logits_NV: Tensor, temperature: float, draws: Draws) -> Tensor:
+    def _shape(self, logits_NV: Tensor, temperature: float, draws: DrawnRows) -> Tensor:
         parts = logits_NV.split([len(at) for at in self.positions])
         shaped = []
         for own_NV, ids, at in zip(parts, self.sequences, self.positions, strict=True):

@@ -19,7 +19,7 @@ from lockstep.client.chat import Chat
 from lockstep.engine import exact as exactness
 from lockstep.engine.forward_pass import token_logprobs
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
-from lockstep.integrations.draws import Draws, check_recorded
+from lockstep.integrations.draws import DrawnRows, check_recorded
 from lockstep.integrations.trl.exact_head import use_own_head
 from lockstep.integrations.trl.exact_trainer import (
     learn_in_one_pass,
@@ -57,7 +57,7 @@ class LockstepGeneration:
         self._options_of_policy = {"url": url, "model": model, **options}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._sampled: list[Completion] = []
-        self._draws = Draws()
+        self._draws = DrawnRows()
 
     def attach(self, trainer: Any, *, exact: bool | None = None) -> None:
         """Make the trainer sample from the fleet, and publish its weights whenever they changed.

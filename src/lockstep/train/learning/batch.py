@@ -74,14 +74,34 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherTop:
+    """The teacher's likeliest tokens in the place of each token of a sample, and their logprobs.
+
+    Both have the shape (tokens, K), with zeros for the first token, which nothing predicts.
+    """
+
+    ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the way from the teacher, with ids of 4 bytes."""
+        return 8 * self.ids.size
+
+
+@dataclass(frozen=True, slots=True)
 class TrainItem:
-    """One sample to learn from. `learn_T` is true for the tokens that count."""
+    """One sample to learn from. `learn_T` is true for the tokens that count.
+
+    `teacher` are the teacher's logprobs of the tokens, and `teacher_top` its likeliest tokens.
+    """
 
     sample: Sample
     advantage: float
     learn_T: Bools
     reward: float
     teacher: list[float] | None = None
+    teacher_top: TeacherTop | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

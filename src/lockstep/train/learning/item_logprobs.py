@@ -74,6 +74,13 @@ class ItemLogprobs:
         `positions[i]` is `sampled_at(items[i])`. Logprobs are normalised over the recorded
         supports. Where none was recorded, a token that these weights cannot draw has -inf.
         """
+        chosen_N, entropy_N, _ = self.score_whole(items, positions)
+        return chosen_N, entropy_N
+
+    def score_whole(
+        self, items: Sequence[TrainItem], positions: Sequence[Ints]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `score` returns, and the logprobs of the whole vocabulary there (N, V)."""
         rows = self._arrange(items)
         with self._experts(items, rows):
             own_NV, ids_N = token_logits(self._model, rows, positions)
@@ -90,9 +97,11 @@ class ItemLogprobs:
         else:
             chosen_N = logprobs_NV.gather(-1, ids_N[:, None]).squeeze(-1)
         with torch.no_grad():
+            finite_NV = logprobs_NV
             if shaped:  # a token that cannot be drawn adds 0, where p log p = 0 * -inf is NaN
-                logprobs_NV = logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0.0)
-            return chosen_N, entropies(logprobs_NV)
+                finite_NV = logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0.0)
+            entropy_N = entropies(finite_NV)
+        return chosen_N, entropy_N, logprobs_NV
 
     def _arrange(self, items: Sequence[TrainItem]) -> TokenRows:
         sequences = [item.sample.token_ids for item in items]

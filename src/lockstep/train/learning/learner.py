@@ -32,6 +32,7 @@ from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainBatch, TrainItem
+from lockstep.train.learning.distributions import LocalTeacher, distributions
 from lockstep.train.learning.item_logprobs import ItemLogprobs, sampled_at
 from lockstep.train.learning.optimizer import Optimizer
 from lockstep.train.learning.reference import ReferenceModel
@@ -113,6 +114,9 @@ class Learner:
             model = self.model if learner.lora_rank else self._load(None).requires_grad_(False)
             scorer = ItemLogprobs(model, config, grammars, replay if model is self.model else None)
             self._reference = ReferenceModel(model, config, scorer)
+        self._teacher: LocalTeacher | None = None
+        if config.teacher.path is not None:
+            self._teacher = self._load_teacher(config.teacher.path, grammars)
         # The fleet serves these weights before the first step. Their logprobs in the first probe
         # tell new weights from old, and show how closely each worker follows.
         remember(self.model)
@@ -129,6 +133,16 @@ class Learner:
         if learner.lora_rank:
             model = self._with_adapter(model, weights)
         return exact.prepare(model) if self.exact else model
+
+    def _load_teacher(self, path: str, grammars: Grammars) -> LocalTeacher:
+        learner = self._config.learner
+        directory = model_directory(path, "teacher.path")
+        model = load_model(directory, getattr(torch, learner.dtype)).to(learner.device)
+        model = model.eval().requires_grad_(False)
+        LocalTeacher.check_vocabulary(model, self.model, path)
+        if self.exact:
+            exact.prepare(model)
+        return LocalTeacher(ItemLogprobs(model, self._config, grammars, None))
 
     def _with_adapter(self, model: Any, weights: Path | None) -> Any:
         from peft import LoraConfig, PeftModel, get_peft_model
@@ -208,6 +222,8 @@ class Learner:
         if self._plan.rejected == "leave":
             total = self._rescale_gradients(total, kept_counts)
         metrics = {"loss": loss_sum / total}
+        if tops := [item.teacher_top for item in batch.items if item.teacher_top is not None]:
+            metrics["teacher_bytes"] = sum(own.nbytes for own in tops)
         if self._plan.corrections:
             metrics |= {"tokens_learnt": sum(counted), "tokens_kept": sum(kept_counts)}
         return StepOutcome(metrics, logprobs, tuple(map(tuple, passes))), tally
@@ -244,7 +260,7 @@ class Learner:
         lengths = [len(at) for at in positions]
         engine_N = flatten((item.sample.logprobs for item in items), np.float32)
         learn_N = flatten((item.learn_T for item in items), np.bool_)
-        scored_N, entropy_N = self._scorer.score(items, positions)
+        scored_N, entropy_N, whole_NV = self._scorer.score_whole(items, positions)
         # A token that these weights could not draw under its options has no ratio to learn from.
         drawable_N = scored_N > -torch.inf
         counted_N, learn_N = learn_N, learn_N & drawable_N
@@ -256,7 +272,12 @@ class Learner:
             row = torch.tensor(list(values), dtype=torch.float64)
             return row.repeat_interleave(torch.tensor(lengths)).to(device)
 
-        if plan.loss.learns_from == "teacher":
+        compared: dict[str, Tensor] = {}
+        if plan.loss.learns_from == "distributions":
+            advantages_N = torch.zeros_like(trainer_N)
+            student, teacher = distributions(whole_NV, items, positions, self._teacher)
+            compared = {"student_distribution": student, "teacher_distribution": teacher}
+        elif plan.loss.learns_from == "teacher":
             teacher_N = flatten((item.teacher or [] for item in items), np.float32)
             advantages_N = teacher_advantages(trainer_N, teacher_N)
             metrics_N["ref_kl"] = reverse_kl(trainer_N, teacher_N)
@@ -272,6 +293,7 @@ class Learner:
                 "weights": per_item(max(item.reward, 0.0) for item in items),
                 "sequence_ratio_mask": learn_N.to(trainer_N.dtype),
                 "lengths": lengths,
+                **compared,
             },
             plan.options,
         )
@@ -393,10 +415,15 @@ def own_plan(config: TrainConfig) -> NumericsPlan:
 
 
 def _model_directory(config: TrainConfig) -> Path:
-    directory = bundled(config.model) or Path(config.model)
+    return model_directory(config.model, "model")
+
+
+def model_directory(name: str, field: str) -> Path:
+    """Return the directory of a model. Raises BadRequest that names the field if there is none."""
+    directory = bundled(name) or Path(name)
     if not directory.is_dir():
         raise BadRequest(
-            f"model is {config.model!r}: expected a bundled name or a directory", param="model"
+            f"{field} is {name!r}: expected a bundled name or a directory", param=field
         )
     return directory
 

@@ -9,26 +9,32 @@ import torch
 from torch import Tensor
 
 from lockstep.client.policy import Policy
+from lockstep.client.turn import Scores
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import ContractError
 from lockstep.train.failure import one_error
 
 
-async def teacher_logprobs(
-    teacher: Policy, samples: Sequence[Sample], *, temperature: float = 1.0, concurrency: int = 32
-) -> list[list[float]]:
-    """Return the teacher's logprob of every token of every sample; 0.0 for first tokens.
+async def teacher_scores(
+    teacher: Policy,
+    samples: Sequence[Sample],
+    temperature: float = 1.0,
+    *,
+    top: int = 0,
+    concurrency: int = 32,
+) -> list[Scores]:
+    """Return the teacher's scores of every sample, with the `top` likeliest tokens.
 
     Raises what `Policy.score` raises, and ContractError when the teacher scored other tokens.
     """
     limit = asyncio.Semaphore(concurrency)
 
-    async def score(sample: Sample) -> list[float]:
+    async def score(sample: Sample) -> Scores:
         async with limit:
-            scores = await teacher.score(sample.token_ids, temperature=temperature)
+            scores = await teacher.score(sample.token_ids, temperature=temperature, top=top)
         if scores.token_ids != sample.token_ids or len(scores.logprobs) != len(sample.token_ids):
             raise ContractError("the teacher scored other tokens than those of the sample")
-        return scores.logprobs
+        return scores
 
     with one_error():
         async with asyncio.TaskGroup() as group:

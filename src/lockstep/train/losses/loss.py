@@ -20,7 +20,8 @@ from torch import Tensor
 from lockstep.tokens.errors import BadRequest
 
 Option = float | str
-LearnsFrom = Literal["rewards", "teacher"]
+LearnsFrom = Literal["rewards", "teacher", "distributions"]
+"""Rewards, the teacher's logprobs of sampled tokens, or its distributions at these tokens."""
 Baseline = Literal["group", "group_std", "leave_one_out", "batch"]
 """The rewards that a reward is compared with (see `advantages`)."""
 Aggregation = Literal["token", "sequence", "constant"]
@@ -33,8 +34,11 @@ INPUTS = {
     "weights": "how much each token counts in a supervised loss",
     "sequence_ratio_mask": "weights of the tokens in the ratio of their sequence",
     "lengths": "the number of tokens of each sequence, for losses that compare whole sequences",
+    "student_distribution": "the trainer's logprobs of alternatives to each token (tokens, K)",
+    "teacher_distribution": "the teacher's logprobs of the same alternatives (tokens, K)",
 }
-"""The inputs that a loss may take. All tensors have one shape: all tokens of the sequences."""
+"""The inputs that a loss may take. Other tensors than distributions have one shape: all tokens of
+the sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Loss:
     trains_decoupled: bool = True
     resamples: bool = False
     overlong: float = 0.0
+    shares: tuple[str, ...] = ()
+    """Options that must lie between 0 and 1, excluding both."""
 
     @classmethod
     def of(cls, compute: Callable[..., TokenLoss], **algorithm: Any) -> Loss:
@@ -123,6 +129,11 @@ class Loss:
             if not isinstance(value, str) and not 0 <= value < math.inf:
                 raise BadRequest(
                     f"{field}.{key} is {value!r}: expected 0 or more, and finite",
+                    param=f"{field}.{key}",
+                )
+            if key in self.shares and not 0 < float(value) < 1:
+                raise BadRequest(
+                    f"{field}.{key} is {value!r}: expected a number above 0 and below 1",
                     param=f"{field}.{key}",
                 )
         merged: dict[str, Option] = {}

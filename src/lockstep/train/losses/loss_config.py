@@ -47,12 +47,14 @@ class CorrectionConfig:
 class LossConfig:
     """The loss and its options. `kind` names an algorithm, which sets everything else.
 
-    distill learns from a teacher, all others from rewards. `corrections` treat tokens whose
-    sampler differs from the trainer: rho is the ratio of their probabilities (trainer over
-    sampler). tis multiplies the loss by rho, limited to low and high. mis and icepop multiply by
-    rho and reject tokens outside low to high. mask rejects them and changes nothing else. Level
-    token takes rho of each token, sequence the product over a sample, geometric the geometric mean.
-    With tis, mis or icepop the ratio of the loss itself starts at 1, so that rho counts once.
+    distill, forward_kl, reverse_kl and jsd learn from a teacher, all others from rewards.
+
+    `corrections` treat tokens whose sampler differs from the trainer: rho is the ratio of their
+    probabilities (trainer over sampler). tis multiplies the loss by rho, limited to low and high.
+    mis and icepop multiply by rho and reject tokens outside low to high. mask rejects them and
+    changes nothing else. Level token takes rho of each token, sequence the product over a sample,
+    geometric the geometric mean. With tis, mis or icepop the ratio of the loss itself starts at 1,
+    so that rho counts once.
     """
 
     kind: Annotated[str, f"One of {', '.join(LOSSES)}."] = "dppo"
@@ -121,7 +123,7 @@ class LossConfig:
                 "is longer",
                 param="loss.overlong",
             )
-        from_teacher = loss.learns_from == "teacher"
+        from_teacher = loss.learns_from != "rewards"
         for name in ("baseline", "resample", "overlong"):
             if from_teacher and getattr(self, name):
                 raise BadRequest(

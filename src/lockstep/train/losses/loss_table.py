@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lockstep.train.losses.cispo import cispo
 from lockstep.train.losses.dapo import dapo
+from lockstep.train.losses.distillation import forward_kl, jsd, reverse_kl
 from lockstep.train.losses.dppo import dppo
 from lockstep.train.losses.dr_grpo import dr_grpo
 from lockstep.train.losses.dro import dro
@@ -35,4 +36,7 @@ LOSSES: Mapping[str, Loss] = {
     "sft": Loss.of(sft),
     "cross_entropy": Loss.of(sft),
     "distill": Loss.of(dppo, learns_from="teacher", trains_decoupled=False),
+    "forward_kl": Loss.of(forward_kl, learns_from="distributions"),
+    "reverse_kl": Loss.of(reverse_kl, learns_from="distributions"),
+    "jsd": Loss.of(jsd, learns_from="distributions", shares=("beta",)),
 }

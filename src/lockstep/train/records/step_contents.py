@@ -25,7 +25,9 @@ from lockstep.train.learning.batch import (
     Rollout,
     RolloutDraw,
     RolloutGroup,
+    TeacherTop,
     TrainBatch,
+    TrainItem,
 )
 
 Plain = dict[str, Any]
@@ -66,7 +68,24 @@ def encode_groups(
         "teacher": [item.teacher for item in batch.items]
         if any(item.teacher is not None for item in batch.items)
         else None,
+        "teacher_top": [
+            None if top is None else {"ids": top.ids.tolist(), "logprobs": top.logprobs.tolist()}
+            for top in (item.teacher_top for item in batch.items)
+        ]
+        if any(item.teacher_top is not None for item in batch.items)
+        else None,
     }
+
+
+def decode_teacher_tops(contents: Plain) -> list[TeacherTop] | None:
+    """Return the teacher's likeliest tokens of each item of a step; None if it had none."""
+    tops = contents.get("teacher_top")
+    if tops is None:
+        return None
+    return [
+        TeacherTop(np.asarray(own["ids"], np.int64), np.asarray(own["logprobs"], np.float32))
+        for own in tops
+    ]
 
 
 def decode_groups(contents: Plain) -> list[RolloutGroup]:
@@ -257,10 +276,17 @@ def batch_digests(batch: TrainBatch, passes: Sequence[Sequence[int]]) -> Plain:
         "order": digest_arrays((item.sample.token_ids for item in batch.items), np.int64),
         "advantages": digest_arrays([[item.advantage for item in batch.items]], np.float64),
         "masks": digest_arrays((item.learn_T for item in batch.items), np.bool_),
-        "teacher": digest_arrays((item.teacher or [] for item in batch.items), np.float64),
+        "teacher": digest_arrays((_teacher_row(item) for item in batch.items), np.float64),
         "packing": sha256(canonical([list(own) for own in passes])),
         "passes": len(passes),
     }
+
+
+def _teacher_row(item: TrainItem) -> Sequence[float] | np.ndarray[Any, Any]:
+    """Return all numbers that an item has from the teacher."""
+    if item.teacher_top is None:
+        return item.teacher or []
+    return np.concatenate((item.teacher_top.ids.ravel(), item.teacher_top.logprobs.ravel()))
 
 
 def _samples(groups: Sequence[RolloutGroup]) -> Iterable[Sample]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.chain.records import Chain
 from lockstep.engine import exact
-from lockstep.integrations.draws import Draws
+from lockstep.integrations.draws import DrawnRows
 from lockstep.integrations.tinker.protocol.json_bodies import AdamParams
 from lockstep.integrations.tinker.protocol.protobuf_messages import (
     Datum,
@@ -261,7 +261,7 @@ def test_settings_that_cannot_be_trained_are_an_error(base: LoraModel) -> None:
 @pytest.mark.failure_mode("F100")
 def test_tokens_of_a_truncated_distribution_are_rejected_by_their_options(base: LoraModel) -> None:
     """Only where their ratio counts: they may be examples, or earlier turns of what is learnt."""
-    draws = Draws()
+    draws = DrawnRows()
     model = TrainingModel(base, LoraSettings(rank=8, seed=1), 4096, draws)
     engine = Rig(bundled("tiny"), logprob_mode="raw")
     whole = engine.generate(ids(1, 9), max_tokens=6, seed=1)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.integrations.draws import Draws
+from lockstep.integrations.draws import DrawnRows
 from lockstep.integrations.tinker.protocol.protobuf_messages import Datum
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.losses.loss import Loss
@@ -129,7 +129,7 @@ def read_datum(
     )
 
 
-def check_whole_distribution(item: TrainingSequence, draws: Draws, field: str) -> None:
+def check_whole_distribution(item: TrainingSequence, draws: DrawnRows, field: str) -> None:
     """Raise BadRequest if tokens that are learnt from were drawn from a part of the vocabulary.
 
     The API's logprobs are those of the whole vocabulary, for the sampler and for the trainer, so

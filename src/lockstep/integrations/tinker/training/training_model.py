@@ -12,7 +12,7 @@ import torch
 
 from lockstep.engine.forward_pass import target_logprobs
 from lockstep.engine.probe import write_probe
-from lockstep.integrations.draws import Draws
+from lockstep.integrations.draws import DrawnRows
 from lockstep.integrations.tinker.protocol.json_bodies import AdamParams
 from lockstep.integrations.tinker.protocol.protobuf_messages import ForwardBackwardRequest
 from lockstep.integrations.tinker.training.datums import (
@@ -45,12 +45,12 @@ class TrainingModel:
         model: LoraModel,
         settings: LoraSettings,
         max_tokens: int,
-        draws: Draws | None = None,
+        draws: DrawnRows | None = None,
     ) -> None:
         """`draws` has what was sampled. Raises BadRequest for settings that this model does not
         support."""
         self._model = model
-        self._draws = Draws() if draws is None else draws
+        self._draws = DrawnRows() if draws is None else draws
         self.chain: TrainingChain | None = None
         """Records all calls, if it is set."""
         self._max_tokens = max_tokens
