@@ -184,6 +184,23 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishConfig:
+    """How the weights of each step reach the workers. The run directory has full checkpoints."""
+
+    store: Annotated[
+        str | None,
+        "Prefix of an object store, such as s3://bucket/run, from which gateway and workers fetch "
+        "them. Unset: they read the run directory.",
+    ] = None
+    deltas: Annotated[
+        bool, "Store only what changed since the last step, where that is less than half."
+    ] = True
+    anchor_every: Annotated[
+        int, Range(least=1), "Store a full checkpoint at least once in so many steps."
+    ] = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Evaluation on held-out prompts, before and after training."""
 
@@ -261,6 +278,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -276,6 +294,8 @@ class TrainConfig:
         _check_ranges(self, "")
         require(re.fullmatch(r"cpu|cuda(:\d+)?", self.learner.device) is not None, "learner.device",
                 "cpu, cuda or cuda:N")  # fmt: skip
+        require(self.publish.store is None or not self.learner.lora_rank, "publish.store",
+                "none with learner.lora_rank: workers load adapters from directories")  # fmt: skip
         learns_from, teacher = self.loss_plan.loss.learns_from, self.teacher
         from_teacher = learns_from != "rewards"
         require(from_teacher or self.rollout.group_size >= 2, "rollout.group_size",
@@ -376,8 +396,8 @@ class TrainConfig:
 
 
 FREE_TO_CHANGE = (
-    "run_dir", "sinks", "serve.", "eval.", "teacher.url", "teacher.api_key", "loop.steps",
-    "loop.keep_checkpoints", "loop.max_skipped", "rollout.concurrency", "rollout.samples_shown",
+    "run_dir", "sinks", "serve.", "publish.", "eval.", "teacher.url", "teacher.api_key",
+    "loop.steps", "loop.keep_checkpoints", "loop.max_skipped", "rollout.concurrency", "rollout.samples_shown",
     "learner.device", "learner.threads", "learner.exact", "learner.probe_tolerance",
     "rollout.experts",
 )  # fmt: skip

@@ -34,6 +34,7 @@ from lockstep.train.records.sinks import Sinks, check_sinks
 from lockstep.train.records.step_metrics import Evaluation, RunResult, StepMetrics
 from lockstep.train.retry import RetryPolicy
 from lockstep.train.rollout import RolloutRunner
+from lockstep.train.step_store import StepStore
 from lockstep.train.steps import OnStep, StepRunner
 
 if TYPE_CHECKING:
@@ -121,9 +122,14 @@ class Trainer:
             url, token = self._admin
             remote = RemoteFleet(url, token=token, token_file=serve.admin_token_file)
             self._fleet = await stack.enter_async_context(remote)
-        self._publisher = Publisher(
-            self._fleet, self._retry, adapter=adapter, mode=config.loop.update_mode
+        publish = config.publish
+        store = publish.store and StepStore(
+            publish.store, deltas=publish.deltas, anchor_every=publish.anchor_every
         )
+        self._publisher = Publisher(
+            self._fleet, self._retry, adapter=adapter, mode=config.loop.update_mode,
+            store=store or None,
+        )  # fmt: skip
         self._policy = await stack.enter_async_context(
             connect(self._url, adapter or serve.model, api_key=serve.api_key,
                     tokenizer=serve.tokenizer or config.model)

@@ -16,6 +16,7 @@ from lockstep.tokens.errors import CheckpointError, Conflict, LockstepError
 from lockstep.tokens.operation import Operation
 from lockstep.tokens.versions import VersionLabel, joined
 from lockstep.train.retry import TRANSIENT, RetryPolicy
+from lockstep.train.step_store import StepStore, StoredStep
 
 WATCH_SECONDS = 0.5
 MAX_FAILED_PROOFS = 3
@@ -55,6 +56,8 @@ class Published:
     workers: tuple[Worker, ...]
     proofs: Mapping[str, Any] = field(default_factory=dict)
     """How each worker proved that it serves them, by worker: status, phase, evidence."""
+    stored: StoredStep | None = None
+    """Where they are in an object store, if they are published through one."""
 
 
 class Publisher:
@@ -68,8 +71,13 @@ class Publisher:
         adapter: str | None,
         mode: PauseMode,
         suffix: str = "",
+        store: StepStore | None = None,
     ) -> None:
-        """`suffix` ends the labels of this run, where another run has used the plain labels."""
+        """`suffix` ends the labels of this run, where another run has used the plain labels.
+
+        With a `store`, checkpoints are stored there, and the workers fetch them.
+        """
+        self._store = store
         self._fleet = fleet
         self._retry = retry
         self._adapter = adapter
@@ -112,13 +120,20 @@ class Publisher:
         started = perf_counter()
         version = f"step-{step}{self.suffix}"
 
+        stored: StoredStep | None = None
+        if (store := self._store) is not None:
+            stored = await self._retry.call(
+                f"upload of {version}", lambda _: asyncio.to_thread(store.put, directory)
+            )
+        where = directory if stored is None else stored.url
+
         async def push(attempt: int) -> Operation:
             # The fleet repeats the result of a key, failures included, so a retry needs a new key.
             # An update that did succeed is not repeated: the fleet already serves the version.
             key = f"{self._nonce}-{version}-{attempt}"
             if self._adapter is not None:
                 return await self._fleet.load_adapter(self._adapter, directory, version)
-            return await self._fleet.update_weights(directory, version, mode=self._mode, key=key)
+            return await self._fleet.update_weights(where, version, mode=self._mode, key=key)
 
         async def give_up(error: LockstepError) -> None:
             await self._give_up_if_disproved(version, error)
@@ -147,6 +162,7 @@ class Publisher:
                 }
                 for name, result in operation.workers.items()
             },
+            stored,
         )
         return self.current
 

@@ -283,8 +283,12 @@ class StepRunner:
 
     def report(self, draft: StepMetrics, published: Published) -> None:
         """Complete the metrics of a step and pass them to the run directory, sinks and caller."""
+        stored: dict[str, float] = {}
+        if (step := published.stored) is not None:
+            stored = {"published_bytes": step.nbytes, "published_full_bytes": step.full_bytes}
         metrics = replace(
             draft,
+            more={**draft.more, **stored},
             version=published.version,
             pause_seconds=published.pause_seconds,
             time_update=published.seconds,

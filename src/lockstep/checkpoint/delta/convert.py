@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.checkpoint.delta.record import DELTA, PAYLOADS, DeltaLink
@@ -29,13 +30,24 @@ from lockstep.checkpoint.tensor_scan import digests
 from lockstep.tokens.operation import DeltaSummary
 
 
-def make_delta(source: Path, base: Path, target: Path) -> DeltaSummary:
+def make_delta(
+    source: Path,
+    base: Path,
+    target: Path,
+    *,
+    base_name: str | None = None,
+    depth: int | None = None,
+) -> DeltaSummary:
     """Write the checkpoint `source` to `target` as a delta from `base`, however large it is.
 
-    `target` and `base` must have the same parent. Raises CheckpointError for tensors that differ in
-    name, shape or dtype.
+    `target` and `base` must have the same parent. Where the delta is read, the weights of `base`
+    may have another name and be delta `depth - 1` themselves. Raises CheckpointError for tensors
+    that differ in name, shape or dtype.
     """
-    identity, depth = base_for(target, base)
+    identity, own_depth = base_for(target, base)
+    if base_name is not None:
+        identity = replace(identity, directory=base_name)
+    depth = own_depth if depth is None else depth
     reader, base_reader = open_checkpoint(source), open_checkpoint(base)
     begin(target)
     encoder = DeltaEncoder(base_reader, largest=1.0)

@@ -137,6 +137,11 @@ def _tiles(run: Run, summary: Summary) -> Iterable[str]:
                 f"{len(summary.versions)} workers", summary.agreed)  # fmt: skip
     yield _tile("Pause per update", f"{summary.pause_seconds * 1e3:.1f} ms",
                 f"median; longest {summary.longest_pause * 1e3:.1f} ms", None)  # fmt: skip
+    if sent := [row for row in run.steps if "published_full_bytes" in row]:
+        nbytes = sum(row["published_bytes"] for row in sent)
+        full = sum(row["published_full_bytes"] for row in sent)
+        yield _tile("Bytes published", f"{nbytes / 1e6:,.1f} MB",
+                    f"{full / 1e6:,.1f} MB without deltas", None)  # fmt: skip
     yield _tile("Step time", f"{summary.step_seconds:.2f} s",
                 "median: rollout, training and verified update", None)  # fmt: skip
     if summary.skipped:
