@@ -397,7 +397,8 @@ class TrainConfig:
 
 FREE_TO_CHANGE = (
     "run_dir", "sinks", "serve.", "publish.", "eval.", "teacher.url", "teacher.api_key",
-    "loop.steps", "loop.keep_checkpoints", "loop.max_skipped", "rollout.concurrency", "rollout.samples_shown",
+    "loop.steps", "loop.keep_checkpoints", "loop.max_skipped", "rollout.concurrency",
+    "rollout.samples_shown",
     "learner.device", "learner.threads", "learner.exact", "learner.probe_tolerance",
     "rollout.experts",
 )  # fmt: skip
