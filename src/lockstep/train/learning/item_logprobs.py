@@ -27,6 +27,7 @@ from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainItem
 
 MOST_COPIES = 8
+"""Keys that the attention of a pass copies, for each token that it may compute."""
 
 
 class ItemLogprobs:
