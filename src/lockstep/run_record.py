@@ -197,6 +197,8 @@ def describe(event: Row) -> str:
             return f"close: logprobs may differ in their last bits, because {event['reason']}"
         case "skipped":
             return f"step {event['step']} is skipped: {event['reason']}"
+        case "explanation":
+            return f"the mismatch of step {event['step']}: {event['sentence']}"
         case "eval":
             how = f"reward {event['reward']:.3f}, solved {event['solved']:.0%}"
             return f"{event['prompts']} held-out prompts after step {event['step']}: {how}"

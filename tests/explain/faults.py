@@ -237,7 +237,7 @@ def engine_adds_a_first_token(scene: Scene) -> Case:
 def engine_cuts_the_prompt(scene: Scene) -> Case:
     samples = scene.rollout(turns=1, front=list(range(40, 80)))
     long = [_in_front(sample, list(range(80, 90)) * 4) for sample in samples]
-    cut = [_drop(sample, max(0, sample.sampled_mask.index(True) - 16)) for sample in samples]
+    cut = [shortened(sample, max(0, sample.sampled_mask.index(True) - 16)) for sample in samples]
     values = [_reference(scene, sample.token_ids) for sample in cut]
     return scene.case([_with_values(s, v) for s, v in zip(long, values, strict=True)])
 
@@ -563,7 +563,7 @@ def _in_front(sample: Sample, ids: list[int]) -> Sample:
     )  # fmt: skip
 
 
-def _drop(sample: Sample, count: int) -> Sample:
+def shortened(sample: Sample, count: int) -> Sample:
     """Return the sample without its first tokens."""
     return replace(
         sample, token_ids=sample.token_ids[count:], sampled_mask=sample.sampled_mask[count:],

@@ -78,7 +78,7 @@ def explain(
     directory = model_directory(checkpoint)
     config = ModelConfig.read(directory)
     every = list(read_samples(Path(samples)) if isinstance(samples, str | Path) else samples)
-    most = max(64, min(max_tokens, LOGITS_VALUES // config.vocab_size))
+    most = most_tokens(max_tokens, config.vocab_size)
     chosen, indices = select(every, most, config.vocab_size)
     numbers = None if trainer is None else _trainer_values(trainer, every, indices)
     with Progress("Explaining", visible=progress) as bar:
@@ -111,6 +111,11 @@ def explain(
     if bundle is not None:
         write_bundle(Path(bundle), case, verdict)
     return verdict
+
+
+def most_tokens(wanted: int, vocab: int) -> int:
+    """Return how many tokens can be compared: the logits of one setting are held in memory."""
+    return max(64, min(wanted, LOGITS_VALUES // vocab))
 
 
 def _others(

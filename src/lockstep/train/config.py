@@ -181,6 +181,10 @@ class LoopConfig:
     ] = None
     keep_checkpoints: Annotated[int, Range(least=1), "Number of checkpoints to keep on disk."] = 3
     max_skipped: Annotated[int, Range(least=0), "Maximum number of skipped steps in a row."] = 3
+    explain: Annotated[
+        Literal["off", "report", "stop"],
+        "Explain the first mismatch above three times the healthy band, then go on or stop.",
+    ] = "report"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

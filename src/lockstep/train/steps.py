@@ -24,6 +24,7 @@ from lockstep.train.learning.distributions import teacher_top
 from lockstep.train.learning.exactness import Exactness
 from lockstep.train.learning.learner import Learner
 from lockstep.train.learning.teacher import teacher_scores
+from lockstep.train.mismatch import MismatchExplainer
 from lockstep.train.publish import Published, Publisher
 from lockstep.train.records.chain_recorder import ChainRecorder
 from lockstep.train.records.run_dir import RunDirectory
@@ -59,6 +60,7 @@ class StepRunner:
     clock: Clock = field(default_factory=Clock)
     metrics: list[StepMetrics] = field(default_factory=list)
     current: Published = field(init=False)
+    mismatch: MismatchExplainer = field(init=False)
     played: int = 0
     """Number of tasks whose groups were sampled, also by the processes before a resume."""
     skipped: int = 0
@@ -67,6 +69,9 @@ class StepRunner:
     _unsynced: PutOffSyncs | None = None
     _syncing: asyncio.Task[None] | None = None
     _reported: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.mismatch = MismatchExplainer(self.config, self.directory, self.exactness)
 
     async def take(
         self,
@@ -106,6 +111,8 @@ class StepRunner:
         at = perf_counter()
         outcome = await self.in_thread(self.learner.step, batch, step)
         draft = step_metrics(step, batch, outcome, rollout_seconds, perf_counter() - at)
+        if self.mismatch.is_due(draft):
+            await self.in_thread(self.mismatch.explain, draft, batch, outcome, self.clock)
         self._check_mismatch(draft)
         await self.settle()  # the saved state names every version that was published before
         await self.wait_synced()
