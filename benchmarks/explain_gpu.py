@@ -55,7 +55,7 @@ def checkpoints(folder: Path) -> tuple[Path, Path, Path]:
     return paths[0], paths[1], paths[2]
 
 
-async def rollout(directory: Path, dtype: str, **sampling: Any) -> list[Sample]:
+async def rollout(directory: Path, dtype: Any, **sampling: Any) -> list[Sample]:
     options = EngineOptions(
         device="cuda", dtype=dtype, max_model_len=512, max_seqs=16, warm_seconds=60
     )
