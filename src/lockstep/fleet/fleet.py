@@ -237,7 +237,11 @@ class Fleet:
         seconds: float = 60.0,
         key: str | None = None,
     ) -> Operation:
-        """Make every worker join a broadcast group whose rank 0 is the trainer."""
+        """Make every worker join a broadcast group whose rank 0 is the trainer.
+
+        Other operations do not wait for it. Raises Conflict while workers are joining a group of
+        that name.
+        """
         if backend not in ("gloo", "nccl"):
             raise BadRequest(f"backend is {backend!r}: expected gloo or nccl", param="backend")
 
@@ -256,4 +260,6 @@ class Fleet:
             )  # fmt: skip
 
         request = {"host": host, "port": str(port), "group": group}
-        return await self.operations.run("init_broadcaster", request, work, key=key)
+        return await self.operations.run(
+            "init_broadcaster", request, work, key=key, alone="group", beside=True
+        )

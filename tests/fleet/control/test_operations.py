@@ -262,3 +262,23 @@ async def test_hundreds_of_adapter_names_leave_nothing_behind(tmp_path: Path) ->
         assert fleet.workers[0].adapters == {}
         assert fleet.fleet.operations.running == []
         assert len(await fleet.fleet.operations.latest(10_000)) == 1000
+
+
+async def test_workers_that_wait_for_a_trainer_hold_up_no_other_operation(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike("join", "hang")
+        waiting = asyncio.create_task(fleet.fleet.init_broadcaster("127.0.0.1", 1, group="g"))
+        await until(lambda: fleet.workers[0].calls["join"] == 1)
+        async with asyncio.timeout(20):
+            await fleet.fleet.flush()
+            with pytest.raises(Conflict, match="init_broadcaster of 'g' is under way"):
+                await fleet.fleet.init_broadcaster("127.0.0.1", 2, group="g")
+        (operation,) = fleet.fleet.operations.running
+        assert operation.kind == "init_broadcaster"
+        # It ends with its caller, and its record says so.
+        waiting.cancel()
+        await until(lambda: not fleet.fleet.operations.running)
+        recorded = await fleet.fleet.operations.get(operation.id)
+        assert recorded is not None
+        assert (recorded.status, recorded.error) == ("lost", "its caller left before it ended")
+        assert {worker.state for worker in fleet.fleet.state.pool.workers} == {"serving"}

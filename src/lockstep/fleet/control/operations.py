@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from time import time
 
 from lockstep.storage.protocols import ControlStore
@@ -60,13 +61,16 @@ class Operations:
         key: str | None = None,
         unrecorded: bool = False,
         alone: str | None = None,
+        beside: bool = False,
     ) -> Operation:
         """Run `work`, or return the outcome of the operation with the same key.
 
         Work that cannot be recorded is not started, unless it may run `unrecorded`. `alone` names a
         field of the request: another operation under way with the same value there is a Conflict.
-        Raises the error that stopped the work, with the operation as its `operation`; Conflict for
-        a key that was used for another request, Busy when too many operations wait.
+        Work that changes no weights may run `beside` other operations, which then do not wait for
+        it; it ends when its caller leaves. Raises the error that stopped the work, with the
+        operation as its `operation`; Conflict for a key that was used for another request, Busy
+        when too many operations wait.
         """
         # Looking up the key and starting the operation must be one step: two requests with one key
         # would otherwise both find none, and run twice.
@@ -74,8 +78,14 @@ class Operations:
             operation = None if key is None else await self._find(kind, dict(request), key)
             if operation is None:
                 self._check_alone(request, alone)
-                operation = self._begin(kind, dict(request), work, key, unrecorded)
-        return await self._outcome(operation)
+                operation = self._begin(kind, dict(request), work, key, unrecorded, beside)
+        task = self._running[operation.id][1] if operation.id in self._running else None
+        try:
+            return await self._outcome(operation)
+        except asyncio.CancelledError:
+            if beside and task is not None:
+                task.cancel()
+            raise
 
     def _check_alone(self, request: Mapping[str, str | None], field: str | None) -> None:
         for other in self.running if field is not None else ():
@@ -106,12 +116,13 @@ class Operations:
         work: Work,
         key: str | None,
         unrecorded: bool,
+        beside: bool,
     ) -> Operation:
         if len(self._running) >= QUEUE:
             raise Busy(f"{len(self._running)} operations are queued already: try again later")
         operation = Operation(secrets.token_hex(8), kind, request, key, started=time(), workers={})
         task = asyncio.create_task(
-            self._do(operation, work, unrecorded), name=f"{kind} {operation.id}"
+            self._do(operation, work, unrecorded, beside), name=f"{kind} {operation.id}"
         )
         self._running[operation.id] = operation, task
         return operation
@@ -158,16 +169,20 @@ class Operations:
             raise error_of(operation)
         return operation
 
-    async def _do(self, operation: Operation, work: Work, unrecorded: bool) -> None:
+    async def _do(self, operation: Operation, work: Work, unrecorded: bool, beside: bool) -> None:
         try:
-            async with self.lock:
+            async with nullcontext() if beside else self.lock:
                 try:
                     await self._write(operation, needed=not unrecorded)
                     await work(operation)
                 except asyncio.CancelledError:
-                    if self._abandoned is None:
+                    if self._abandoned is not None:
+                        self._lose(operation, self._abandoned)
+                        return
+                    if not beside:
                         raise
-                    self._lose(operation, self._abandoned)
+                    self._lose(operation, "its caller left before it ended")
+                    await self._write(operation, needed=False)
                     return
                 except LockstepError as error:
                     self.superseded = self.superseded or isinstance(error, Superseded)

@@ -20,7 +20,7 @@ from lockstep.fleet.state_view import fleet_state, worker_views
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.routes.forward_to_leader import ForwardToLeader
 from lockstep.http.handlers import json_response
-from lockstep.http.http_request import read_json
+from lockstep.http.http_request import read_json, unless_gone
 from lockstep.protocol.control import fleet as wire
 from lockstep.protocol.json.strict import decode
 from lockstep.tokens.errors import BadRequest, CheckpointError, NotFound, Unavailable
@@ -192,13 +192,17 @@ class ControlRoutes:
     async def init_broadcaster(self, http: Request) -> Response:
         body = await self._body(http, wire.InitBroadcaster)
         _check_broadcaster(body)
-        operation = await self._fleet.init_broadcaster(
-            body.host,
-            body.port,
-            group=body.group,
-            backend=body.backend,
-            seconds=body.timeout,
-            key=_key(http),
+        # Workers wait for a trainer that may never come: nobody waits any longer than the caller.
+        operation = await unless_gone(
+            http,
+            self._fleet.init_broadcaster(
+                body.host,
+                body.port,
+                group=body.group,
+                backend=body.backend,
+                seconds=body.timeout,
+                key=_key(http),
+            ),
         )
         return _response(operation, group=body.group)
 
