@@ -15,12 +15,12 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep.http.server.server import listen, url_of
+from lockstep.launch.start_time import BASE_SECONDS
 from lockstep.tokens.errors import BadRequest, EngineFailure, LockstepError
 from lockstep.tokens.exit_codes import WRONG
 
 log = logging.getLogger(__name__)
 
-READY_SECONDS = 300.0
 KILL_SECONDS = 5.0
 FIRST_BACKOFF = 0.2
 LAST_BACKOFF = 30.0
@@ -38,12 +38,13 @@ class Command:
     """How a child is started.
 
     With `announces`, it writes a JSON line `{"event": "ready", ...}` to its output when it is
-    ready. Otherwise it counts as ready once it was started.
+    ready, at the latest after `ready_seconds`. Otherwise it counts as ready once it was started.
     """
 
     arguments: Sequence[str]
     environ: Mapping[str, str] | None = None
     announces: bool = True
+    ready_seconds: float = BASE_SECONDS
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +197,8 @@ class Supervisor:
         child.process, child.pid = process, process.pid
         health: asyncio.Task[None] | None = None
         try:
-            self._set_ready(child, await _ready_line(process) if command.announces else {})
+            fields = await _ready_line(process, command.ready_seconds) if command.announces else {}
+            self._set_ready(child, fields)
             if self._healthy is not None:
                 health = asyncio.create_task(self._watch(child, process, self._healthy))
             while process.stdout is not None and await process.stdout.readline():
@@ -261,17 +263,17 @@ async def _start(command: Command) -> Process:
         raise
 
 
-async def _ready_line(process: Process) -> dict[str, Any]:
+async def _ready_line(process: Process, seconds: float) -> dict[str, Any]:
     """Return the ready line of a process; earlier output is skipped. Raises EngineFailure when it
-    ends or times out before, or announces something else."""
+    ends before, takes more than `seconds`, or announces something else."""
     line = b""
     try:
-        async with asyncio.timeout(READY_SECONDS):
+        async with asyncio.timeout(seconds):
             while process.stdout is not None and (line := await process.stdout.readline()):
                 if line.startswith(b"{"):
                     break
     except TimeoutError:
-        raise EngineFailure(f"it was not ready after {READY_SECONDS:g} s") from None
+        raise EngineFailure(f"it was not ready after {seconds:.0f} s") from None
     if not line:
         code = await process.wait()
         raise EngineFailure(f"it ended with code {code} before it was ready: see its message above")

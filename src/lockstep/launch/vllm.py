@@ -21,12 +21,13 @@ from typing import IO, Any
 from lockstep.http.server.server import say_ready
 from lockstep.launch.parent_watch import PR_SET_PDEATHSIG, exit_with_parent
 from lockstep.launch.placement import Placement
+from lockstep.launch.start_time import start_seconds
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest
 
-HEALTH_SECONDS = 180.0
-"""Most of a start is three processes that import torch, one after the other."""
+GRACE_SECONDS = 30.0
+"""How much longer the parent waits than the process that starts the server, and reports why."""
 POLL_SECONDS = 0.25
 KILL_SECONDS = 10.0
 EXTENSION = "lockstep.backends.vllm.extension.worker.LockstepWorker"
@@ -51,12 +52,17 @@ def vllm_servers(
     """
     check_arguments(arguments)
     names = worker_names(count)
+    seconds = start_seconds(model)
 
     def command(child: Child) -> Command:
         launcher = (sys.executable, "-P", "-m", "lockstep.launch.vllm", str(os.getpid()))
         port = child.url.rpartition(":")[2]
         environ = {} if placement is None else placement.environ(names.index(child.id))
-        return Command((*launcher, str(python), model, port, *arguments), {**os.environ, **environ})
+        return Command(
+            (*launcher, str(python), model, port, *arguments),
+            {**os.environ, **environ},
+            ready_seconds=seconds + GRACE_SECONDS,
+        )
 
     return Supervisor(names, command, **options)
 
@@ -136,7 +142,7 @@ class VllmServer:
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
 
-    def wait_healthy(self, seconds: float = HEALTH_SECONDS) -> bool:
+    def wait_healthy(self, seconds: float) -> bool:
         """Return True once it serves; False when it ended, or after `seconds`."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
@@ -176,6 +182,7 @@ def main(arguments: Sequence[str]) -> int:
     parent, python, model, port, *vllm_arguments = arguments
     exit_with_parent(int(parent))
     server = VllmServer(python, model, port, vllm_arguments)
+    seconds = start_seconds(model)
 
     def stop(*_: object) -> None:
         server.process.terminate()
@@ -183,10 +190,10 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
     try:
-        if not server.wait_healthy():
+        if not server.wait_healthy(seconds):
             code = server.stop()
             sys.stderr.write(
-                f"vLLM was not healthy after {HEALTH_SECONDS:g} s, or ended (code {code})\n"
+                f"vLLM was not healthy after {seconds:.0f} s, or ended (code {code})\n"
             )
             return 1
         say_ready(url=server.url)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.http.client.client import HttpClient
 from lockstep.launch.placement import Placement
+from lockstep.launch.start_time import start_seconds
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.tokens.errors import LockstepError
 
@@ -28,7 +29,7 @@ def embedded_workers(
     """Return a supervisor of `count` workers of `model`. `arguments` are added to each `lockstep
     worker`; `options` are those of Supervisor. With a `placement`, each worker sees its own GPUs
     only, also after a restart. Raises BadRequest for a count below 1."""
-    names = worker_names(count)
+    names, seconds = worker_names(count), start_seconds(model)
     environ = {**os.environ, "LOCKSTEP_ADMIN_TOKEN": admin_token}
     for name in ("LOCKSTEP_API_KEYS", "LOCKSTEP_ADMIN_TOKEN_FILE"):
         environ.pop(name, None)
@@ -41,6 +42,7 @@ def embedded_workers(
              "worker", model, "--port", port, "--system-port", system_port,
              "--worker-id", child.id, "--drain-seconds", f"{drain_seconds:g}", *arguments),
             environ if placement is None else environ | placement.environ(names.index(child.id)),
+            ready_seconds=seconds,
         )  # fmt: skip
 
     return Supervisor(names, command, drain_seconds=drain_seconds, healthy=responds, **options)

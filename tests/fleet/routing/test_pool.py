@@ -374,7 +374,7 @@ async def test_a_full_queue_is_busy_and_says_when_to_retry() -> None:
         fakes[0].behave = fakes[0].held
         tasks = [asyncio.create_task(pool.run(ROUTE, work)) for _ in range(2)]
         await until(lambda: pool.waiting == 1)
-        with pytest.raises(Busy, match="1 requests are running and 1 are queued") as refused:
+        with pytest.raises(Busy, match="as many requests are running and queued as") as refused:
             await pool.run(ROUTE, work)
         assert refused.value.retry_after is not None
         fakes[0].gate.set()
@@ -513,3 +513,22 @@ async def test_an_abort_reaches_every_worker_and_counts_the_stopped_requests() -
         assert await pool.abort("r") == 2
         fakes[1].aborted = fakes[2].aborted = None
         assert await pool.abort("r") is None, "vLLM does not report it"
+
+
+async def test_errors_name_workers_and_not_their_addresses() -> None:
+    async def call(worker: Worker) -> None:
+        raise Unavailable(f"{worker.url}/v1/chat broke off in the middle of its response")
+
+    # Names of their own, as `lockstep serve` gives them: by default a worker is called by its host.
+    async with Pool(probe_seconds=60.0) as pool:
+        for at, name in enumerate(("w0", "w1")):
+            await pool.add(f"http://127.0.0.1:{9 + at}", worker_id=name)
+        with pytest.raises(Unavailable, match="no worker serves: w0 is") as refused:
+            await pool.models()
+    assert "127.0.0.1" not in refused.value.message
+    async with fleet(1, probe_seconds=60.0) as (pool, _):
+        (worker,) = pool.workers
+        worker.id = "w0"
+        with pytest.raises(Unavailable) as refused:
+            await pool.run(Affinity(session="s"), call)
+    assert refused.value.message == "worker w0/v1/chat broke off in the middle of its response"

@@ -48,9 +48,10 @@ class AdmissionLimiter:
         if self.take_now():
             return
         if len(self._queue) >= self._queue_limit:
+            # Without numbers: they are those of other tenants too. /metrics has them.
             raise Busy(
-                f"{self.taken} requests are running and {len(self._queue)} are queued, which is "
-                "the limit: try again later",
+                "as many requests are running and queued as the gateway takes (--max-in-flight): "
+                "try again later",
                 retry_after=RETRY_AFTER,
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -66,8 +67,8 @@ class AdmissionLimiter:
                 self.give()
             if isinstance(error, TimeoutError):
                 raise Unavailable(
-                    f"no slot came free within {self._seconds:g} s: {self.taken} requests are "
-                    f"running and {len(self._queue)} are queued",
+                    f"no slot came free within {self._seconds:g} s: as many requests are running "
+                    "as the gateway takes (--max-in-flight)",
                     retry_after=RETRY_AFTER,
                 ) from None
             raise

@@ -32,6 +32,7 @@ from lockstep.tokens.errors import (
     DeadlineExceeded,
     EngineFailure,
     ImpossibleResponse,
+    LockstepError,
     Unavailable,
 )
 
@@ -322,6 +323,8 @@ class Pool:
 
     def _no_worker(self) -> Unavailable:
         reasons = "; ".join(self._health.why_out()) or "none was added"
+        for worker in self.workers:
+            reasons = reasons.replace(worker.url, f"worker {worker.id}")
         return Unavailable(f"no worker serves: {reasons}", retry_after=self._retry_after)
 
 
@@ -402,6 +405,9 @@ class _Attempt:
         pool, worker = self._pool, self._worker
         worker.attempts.discard(self)
         pool._rendezvous.end(worker)
+        if isinstance(error, LockstepError):
+            # Callers may be tenants, who have no business with addresses; the state has them.
+            error.message = error.message.replace(worker.url, f"worker {worker.id}")
         if self._called_off and self.waiting is not None:
             # Take back the cancellation of `call_off`. If any is left, the caller cancelled the
             # request as well, and must see CancelledError instead of a retry.

@@ -192,7 +192,7 @@ class ControlRoutes:
     async def init_broadcaster(self, http: Request) -> Response:
         body = await self._body(http, wire.InitBroadcaster)
         _check_broadcaster(body)
-        # Workers wait for a trainer that may never come: nobody waits any longer than the caller.
+        # Workers wait for a trainer that may never come, so the wait ends with the request.
         operation = await unless_gone(
             http,
             self._fleet.init_broadcaster(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
 import re
 import ssl
@@ -273,9 +274,13 @@ class HttpClient:
                         retry_after=1.0,
                     ) from None
                 if attempt == self._retries:
+                    why: object = error
+                    if isinstance(error, ConnectionError) and error.errno:
+                        # asyncio's text repeats the address, and callers may be tenants.
+                        why = os.strerror(error.errno)
                     unavailable = Unavailable(
                         f"{method} {url} failed {attempt + 1} times before a response came, "
-                        f"last with {type(error).__name__}: {error}"
+                        f"last with {type(error).__name__}: {why}"
                     )
                     unavailable.lost = sent
                     raise unavailable from None
