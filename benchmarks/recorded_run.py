@@ -148,7 +148,7 @@ class NoDigests:
 def recording_nothing() -> Iterator[None]:
     with (
         patch("lockstep.train.loop.ChainRecorder", NoRecorder),
-        patch("lockstep.train.steps.TensorDigests", NoDigests),
+        patch("lockstep.train.learning.learner.TensorDigests", NoDigests),
     ):
         yield
 
