@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
@@ -18,6 +19,7 @@ from lockstep.train.ranks.sharded_learner import ShardedLearner
 from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.records.tensor_digests import Digests
 
+log = logging.getLogger(__name__)
 PLAN, OPEN, END = "plan", "open", "end"
 """Commands besides the methods of a learner."""
 
@@ -26,6 +28,7 @@ class LeadingLearner(ShardedLearner):
     """Rank 0's learner. Raises Unavailable that names a rank which is lost."""
 
     _ranks: RankGroup
+    _warned = False
 
     @classmethod
     def open(
@@ -40,7 +43,19 @@ class LeadingLearner(ShardedLearner):
     def step(self, batch: TrainBatch, number: int) -> StepOutcome:
         self._ranks.announce("step", batch, number)
         with self._ranks.working(f"learning step {number}"):
-            return super().step(batch, number)
+            outcome = super().step(batch, number)
+        self._warn_of_idle_ranks(len(outcome.passes), number)
+        return outcome
+
+    def _warn_of_idle_ranks(self, passes: int, step: int) -> None:
+        if passes >= self._ranks.count or self._warned:
+            return
+        self._warned = True
+        log.warning(
+            "step %d has %d forward passes for %d ranks: lower learner.pass_tokens, which is %d, "
+            "so that every rank has one",
+            step, passes, self._ranks.count, self._config.learner.pass_tokens,
+        )  # fmt: skip
 
     def save_step(self, directory: RunDirectory, step: int, facts: Mapping[str, Any]) -> Digests:
         self._ranks.announce("save_step", directory, step, {})

@@ -86,17 +86,22 @@ class RankGroup:
             try:
                 self._commands.wait([key], timedelta(seconds=BEAT_SECONDS))
                 break
-            except dist.DistStoreError:  # nothing to do yet
-                if heard.silence(self._count_of(0)) > SILENT_SECONDS:
-                    raise Unavailable(self._text(0, None)) from None
             except RuntimeError as error:
-                raise Unavailable(f"{self._text(0, None)} ({_first_line(error)})") from None
+                if self._leader_is_silent(heard):
+                    text = f"{self._text(0, None)} ({_first_line(error)})"
+                    raise Unavailable(text) from None
         self._number += 1
         with self.working("receiving a command"):
             received: list[Any] = [None]
             dist.broadcast_object_list(received, src=0, group=self.group)
         task, arguments = received[0]
         return task, arguments
+
+    def _leader_is_silent(self, heard: Heard) -> bool:
+        try:
+            return heard.silence(self._count_of(0)) > SILENT_SECONDS
+        except RuntimeError:
+            return True  # the store is gone, which most launchers keep in rank 0
 
     # Lost ranks
 
