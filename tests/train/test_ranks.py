@@ -77,7 +77,7 @@ def kill_when(
     while not reached():
         if launcher.poll() is not None or time.monotonic() > deadline:
             launcher.kill()
-            raise AssertionError(f"the run ended before it was killed: {launcher.communicate()[1]}")
+            raise AssertionError(f"it ended before it was killed: {launcher.communicate()[1]}")
         time.sleep(0.001)
     process = rank_of(launcher.pid, rank)
     assert process is not None
@@ -94,7 +94,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def phase(run: Path, name: str, step: int) -> Callable[[], bool]:
-    """Whether a run is sampling, learning, writing or publishing a step."""
+    """Whether a run that starts now is sampling, learning, writing or publishing a step."""
     if name == "sample":
         metrics = run / "metrics.jsonl"
         return lambda: metrics.exists() and metrics.read_text().count("\n") >= step - 1
@@ -103,7 +103,8 @@ def phase(run: Path, name: str, step: int) -> Callable[[], bool]:
         "write": run / "checkpoints" / f"step-{step}" / ".writing",
         "publish": run / "checkpoints" / f"step-{step}" / "STABLE",
     }[name]
-    return path.exists
+    left = path.stat().st_ino if path.exists() else None  # by a run that was killed before
+    return lambda: path.exists() and path.stat().st_ino != left
 
 
 def learnt(run: Path) -> dict[int, Any]:
@@ -164,8 +165,8 @@ async def test_ranks_killed_in_every_phase_end_with_the_weights_of_one_rank(
     run = tmp_path / "run"
     for number, (ranks, rank, name, step) in enumerate(KILLS):
         resume = ["--resume"] if number > 0 else []
-        launcher = train(stack, run, ranks, *resume)
-        code, errors = kill_when(launcher, rank, phase(run, name, step))
+        reached = phase(run, name, step)
+        code, errors = kill_when(train(stack, run, ranks, *resume), rank, reached)
         assert code == 75, errors
         assert f"rank {rank} of {ranks} was killed by SIGKILL" in errors
         old_or_new = {step - 1, step} if name == "publish" else {step - 1}

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoint.open import open_checkpoint
+from lockstep.checkpoint.sliced_reader import SlicedReader
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.replay import audit
 from lockstep.tokens.errors import BadRequest
@@ -141,6 +143,22 @@ def test_two_ranks_train_on_what_the_first_has_published(
     operations = asyncio.run(state(served))["operations"]
     updates = [each["version"] for each in operations if each["kind"] == "update_weights"]
     assert sorted(updates) == ["step-0", "step-1"]
+
+
+@pytest.mark.exact_arithmetic
+@pytest.mark.failure_mode("F79")
+def test_two_ranks_share_out_the_model_and_write_its_checkpoints(
+    served: ServeProcess, tmp_path: Path
+) -> None:
+    arguments = "--exact", "--shard", "--steps", "2"
+    record = run("trl_grpo", served, tmp_path / "out", *arguments, processes=2)
+    assert [entry[DIFFERENCE] for entry in steps(record)] == [0.0] * 2
+    assert all(entry["grad_norm"] > 0 for entry in steps(record))
+    reader = open_checkpoint(tmp_path / "out/lockstep/run-0/step-1")
+    assert isinstance(reader, SlicedReader)
+    whole = sum(tensor.nbytes for tensor in reader.tensors.values())
+    assert all(0.45 < own.nbytes / whole < 0.55 for own in reader.records)
+    assert asyncio.run(state(served))["version"] == "step-1"
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,15 @@ class Published:
     stored: StoredStep | None = None
     """Where they are in an object store, if they are published through one."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes, for other ranks."""
+        return {**asdict(self), "directory": str(self.directory)}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Published:
+        directory, workers = Path(plain["directory"]), tuple(plain["workers"])
+        return cls(**{**plain, "directory": directory, "workers": workers})
+
 
 class Publisher:
     """Publishes the weights of a run. `adapter` is the name of the trained LoRA adapter, if any."""

@@ -27,6 +27,7 @@ parser.add_argument("--top-k", type=int, default=0)
 parser.add_argument("--tools", action="store_true")
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--rloo", action="store_true")
+parser.add_argument("--shard", action="store_true")
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--temperature", type=float, default=1.0)
 parser.add_argument("--steps", type=int, default=3)
@@ -113,7 +114,8 @@ def train(resume_from=None):
         trainer._generate_and_score_completions = record_masks(
             trainer._generate_and_score_completions
         )
-    lockstep.attach(trainer, exact=False if options.close else True if options.exact else None)
+    exact = False if options.close else True if options.exact else None
+    lockstep.attach(trainer, exact=exact, shard=options.shard)
     sampled = []
     lockstep.generate = record_ids(lockstep.generate, sampled)
     trainer.train(resume_from_checkpoint=resume_from)

@@ -45,9 +45,8 @@ class RankPlace:
         from lockstep.train.ranks.follower import follow
         from lockstep.train.ranks.rank_group import RankGroup
 
-        group = RankGroup.join()
-        follow(group)
-        group.leave()
+        with RankGroup.join() as group:
+            follow(group)
 
     @contextmanager
     def lead(self) -> Iterator[RankGroup]:
@@ -55,11 +54,10 @@ class RankPlace:
         from lockstep.train.ranks.leader import END
         from lockstep.train.ranks.rank_group import RankGroup
 
-        group = RankGroup.join()
-        yield group
-        # After an error they are ended by what started them: they may be inside an operation.
-        group.announce(END)
-        group.leave()
+        with RankGroup.join() as group:
+            yield group
+            # After an error they are ended by what started them: they may be inside an operation.
+            group.announce(END)
 
 
 def start_ranks(count: int, resume: str, run_dir: str) -> int:

@@ -17,8 +17,11 @@ import torch
 from lockstep.checkpoint.probe import builtin
 from lockstep.client.chat import Chat
 from lockstep.engine import exact as exactness
+from lockstep.engine import sharded
 from lockstep.engine.forward_pass import token_logprobs
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
+from lockstep.engine.sharded.ranks import Ranks
+from lockstep.engine.weights.published import is_sharded
 from lockstep.integrations.draws import DrawnRows, check_recorded
 from lockstep.integrations.trl.exact_head import use_own_head
 from lockstep.integrations.trl.exact_trainer import (
@@ -27,17 +30,21 @@ from lockstep.integrations.trl.exact_trainer import (
     why_not_exact,
 )
 from lockstep.integrations.trl.served_policy import ServedPolicy
+from lockstep.integrations.trl.sharded_model import check_sharding, shard_model
 from lockstep.integrations.trl.supported_trainers import check_supported, recomputes_logprobs
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, NotExact, RolloutFailed, UpdateFailed
 from lockstep.train.failure import one_error
 from lockstep.train.learning.exactness import CLOSE_BOUND, check_same_base
+from lockstep.train.publish import Published
 from lockstep.train.rollout import seed_of
 
 log = logging.getLogger(__name__)
 Play = Callable[[Chat, Any], Awaitable[Mapping[str, Any] | None]]
 """Runs one conversation about a prompt; its result goes to the reward functions."""
 ADAPTER = "trl-policy"
+PUBLISH_SECONDS = 1800.0
+"""How long a rank waits until rank 0 has published: retries, staging and proofs."""
 
 
 class LockstepGeneration:
@@ -59,16 +66,20 @@ class LockstepGeneration:
         self._sampled: list[Completion] = []
         self._draws = DrawnRows()
 
-    def attach(self, trainer: Any, *, exact: bool | None = None) -> None:
+    def attach(self, trainer: Any, *, exact: bool | None = None, shard: bool = False) -> None:
         """Make the trainer sample from the fleet, and publish its weights whenever they changed.
 
         With `exact` the trainer's model computes what the workers compute, bit for bit. That is the
         default where possible; it is also faster, as neither padding nor a shared prompt is
-        computed twice. Raises NotExact if it is required and impossible, BadRequest for a trainer
-        of another kind or with sharded weights, and Conflict for an adapter on another base model
-        than the served one.
+        computed twice. With `shard` the ranks of torchrun share out the model by FSDP2, and all of
+        them write its checkpoints.
+
+        Raises NotExact if it is required and impossible, BadRequest for a trainer of another kind
+        or one that accelerate shards, and Conflict for an adapter on another base model than the
+        served one.
         """
         check_supported(trainer)
+        check_sharding(trainer, shard=shard)
         self._trainer, self._model = trainer, trainer.model
         is_adapter = hasattr(trainer.model, "peft_config")
         options = {
@@ -93,8 +104,10 @@ class LockstepGeneration:
             learn_in_one_pass(trainer)
         if is_adapter and trainer.accelerator.is_main_process:
             self._check_base(is_exact)
+        if shard:
+            shard_model(trainer)
         # The fleet serves these weights now: their logprobs show how closely its workers follow.
-        if trainer.accelerator.is_main_process:
+        if shard or trainer.accelerator.is_main_process:
             remember(self._model)
         # TRL decides by these attributes alone whether and with what it samples.
         trainer.use_vllm, trainer.vllm_mode = True, "server"
@@ -155,26 +168,38 @@ class LockstepGeneration:
 
         Raises what the fleet raises on rank 0, and UpdateFailed on the others.
         """
-        accelerator, model = self._trainer.accelerator, self._model
+        accelerator = self._trainer.accelerator
         if accelerator.num_processes == 1:
             self.policy.publish(self._save)
             return
-        from accelerate.utils import broadcast_object_list
-
-        result: list[Any] = [None, None]
+        ranks = Ranks(PUBLISH_SECONDS)
+        directory: Path | None = None
+        if is_sharded(self._model):
+            names = [str(self.policy.next_checkpoint())] if accelerator.is_main_process else []
+            directory = Path(ranks.exchange("named the checkpoint", names)[0][0])
+            sharded.save_checkpoint(self._model, directory, version=directory.name)
+        result: dict[str, Any] = {}
         failure: Exception | None = None
         if accelerator.is_main_process:
             try:
-                result = [self.policy.publish(self._save), None]
-            except Exception as error:  # without a broadcast the other ranks would hang
-                failure, result = error, [None, f"{type(error).__name__}: {error}"]
-        broadcast_object_list(result)
+                published = (
+                    self.policy.publish(self._save)
+                    if directory is None
+                    else self.policy.publish_saved(directory)
+                )
+                result = {"published": published.to_json()}
+            except Exception as error:  # the other ranks must not wait for this one
+                failure, result = error, {"error": f"{type(error).__name__}: {error}"}
+        # At a store, not in a collective operation, because an inference engine works meanwhile.
+        result = ranks.exchange("published the weights", result)[0]
         if failure is not None:
             raise failure
-        if result[1] is not None:
-            raise UpdateFailed(f"rank 0 could not publish the weights of {type(model).__name__}: "
-                               f"{result[1]}")  # fmt: skip
-        self.policy.published = result[0]
+        if "error" in result:
+            raise UpdateFailed(
+                f"rank 0 could not publish the weights of {type(self._model).__name__}: "
+                f"{result['error']}"
+            )
+        self.policy.published = Published.from_json(result["published"])
 
     def _save(self, directory: Path, version: str) -> None:
         if self.policy.adapter is not None:

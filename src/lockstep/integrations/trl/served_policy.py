@@ -128,12 +128,25 @@ class ServedPolicy:
 
     def publish(self, save: Save) -> Published:
         """Publish the checkpoint that `save` writes. Raises what `Publisher.publish` raises."""
+        directory = self.next_checkpoint()
+        save(directory, directory.name)
+        return self.publish_saved(directory)
+
+    def next_checkpoint(self) -> Path:
+        """Return the directory for the next checkpoint, whose name is the version."""
         if self._publisher is None:
             raise Conflict("this policy is not connected to a control plane: call open() first")
         step = self._count
         self._count += 1  # also if this fails: a retry writes another directory
-        directory = self._new_directory(step)
-        save(directory, f"step-{step}")
+        return self._new_directory(step)
+
+    def publish_saved(self, directory: Path) -> Published:
+        """Publish the checkpoint in a directory of `next_checkpoint`. Raises what
+        `Publisher.publish` raises.
+        """
+        if self._publisher is None:
+            raise Conflict("this policy is not connected to a control plane: call open() first")
+        step = int(directory.name.removeprefix("step-"))
         self.published = self.run(self._publisher.publish(directory, step))
         self._record(self.published)
         for old in self._written[:-KEEP_CHECKPOINTS]:

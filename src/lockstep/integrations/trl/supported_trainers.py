@@ -28,8 +28,8 @@ def check_supported(trainer: Any) -> None:
     kind = str(trainer.accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise BadRequest(
-            f"the trainer is distributed by {kind}, so that no rank has all weights to publish: "
-            "train with one process or with DDP",
+            f"the trainer is distributed by {kind}, which shares out the model after attach: start "
+            "it with torchrun alone and call attach(trainer, shard=True), which uses FSDP2",
             param="trainer",
         )
 

@@ -64,11 +64,15 @@ class RankGroup:
             raise Unavailable(f"the ranks of this run did not meet: {error}") from None
         return cls(dist.distributed_c10d._get_default_store())
 
-    def leave(self) -> None:
-        """End the heartbeat and the connections."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Also after an error: Python aborts a process whose thread is inside torch at its end.
         self._ended.set()
         self._heartbeat.join()
-        dist.destroy_process_group()
+        if kind is None:
+            dist.destroy_process_group()
 
     # Commands
 
