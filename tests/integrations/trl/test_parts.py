@@ -17,6 +17,7 @@ from lockstep.integrations.trl.cpu import varlen_attention
 from lockstep.integrations.trl.generation import LockstepGeneration, sample_row
 from lockstep.integrations.trl.rollout_worker import LockstepRolloutWorker
 from lockstep.integrations.trl.served_policy import ServedPolicy, check_mode
+from lockstep.integrations.trl.sharded_model import check_sharding
 from lockstep.integrations.trl.weight_transfer import LockstepWeightTransfer
 from lockstep.models import bundled
 from lockstep.tokens import Sample, VersionSpan
@@ -135,12 +136,36 @@ def test_raw_logprobs_at_another_temperature_are_an_error() -> None:
         check_mode("raw", 0.7)
 
 
-def test_a_trainer_with_sharded_weights_is_an_error() -> None:
+def test_a_trainer_that_accelerate_shards_is_an_error_with_the_way_out() -> None:
     class GRPOTrainer:
         accelerator = SimpleNamespace(distributed_type="DistributedType.FSDP")
 
-    with pytest.raises(BadRequest, match="DDP"):
+    with pytest.raises(BadRequest, match=r"distributed by FSDP.*attach\(trainer, shard=True\)"):
         LockstepGeneration().attach(GRPOTrainer())
+
+
+def trainer_of(processes: int, plugin: object = None, **model: object) -> Any:
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator = SimpleNamespace(num_processes=processes, state=state)
+    return SimpleNamespace(
+        accelerator=accelerator, args=SimpleNamespace(), model=SimpleNamespace(**model)
+    )
+
+
+def test_who_asked_accelerate_for_fsdp_on_a_cpu_is_told_of_ddp(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    check_sharding(trainer_of(2), shard=False)
+    assert caplog.text == ""
+    check_sharding(trainer_of(2, plugin=object()), shard=False)
+    assert "accelerate ignores FSDP on a CPU and trains with DDP" in caplog.text
+
+
+def test_one_process_and_adapters_are_not_sharded() -> None:
+    with pytest.raises(BadRequest, match="one process: start it with torchrun"):
+        check_sharding(trainer_of(1), shard=True)
+    with pytest.raises(BadRequest, match="adapters are not sharded"):
+        check_sharding(trainer_of(2, peft_config={}), shard=True)
 
 
 def test_calls_before_open_are_an_error(tmp_path: Path) -> None:
