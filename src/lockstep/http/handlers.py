@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep import tracing
 from lockstep.http import sse
-from lockstep.http.http_request import CUT, ClientGone, unless_gone
+from lockstep.http.http_request import ClientGone, unless_gone
 from lockstep.http.route_templates import UNKNOWN, RouteTemplates
 from lockstep.protocol.common.error_body import error_body, error_fields
 from lockstep.protocol.common.request_id import is_request_id
@@ -60,8 +60,8 @@ class EventStream(Response):
     """Server-sent events from an async iterator, which is closed when the client disconnects.
 
     An error after the start becomes an event `{"error": ...}`; `done` always ends the stream. With
-    `cuts`, a failure of the worker closes the connection instead, after a comment that names it:
-    agents retry a broken connection, and give up on an event with an error.
+    `open_end`, a failure of the worker ends it without `done`, after a comment that names it: for
+    clients that continue from a stream without an end, and give up on an event with an error.
     """
 
     media_type = sse.MEDIA_TYPE
@@ -72,14 +72,14 @@ class EventStream(Response):
         request_id: str | None = None,
         *,
         done: bytes = sse.DONE,
-        cuts: bool = False,
+        open_end: bool = False,
     ) -> None:
         super().__init__(None, 200)
         del self.headers["content-length"]
         self._events = events
         self._request_id = request_id
         self._done = done
-        self._cuts = cuts
+        self._open_end = open_end
 
     @classmethod
     async def started(
@@ -96,9 +96,9 @@ class EventStream(Response):
         headers = [(b"cache-control", b"no-store"), *self.raw_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         with suppress(ClientGone):
-            await unless_gone(Request(scope), self._send(send, scope["extensions"].get(CUT)))
+            await unless_gone(Request(scope), self._send(send))
 
-    async def _send(self, send: Send, cut: Callable[[], object] | None) -> None:
+    async def _send(self, send: Send) -> None:
         try:
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -106,13 +106,12 @@ class EventStream(Response):
             if tracing.active is not None:
                 tracing.active.request_failed(error)
             fields = error_fields(error, self._request_id)
-            cuts = self._cuts and cut is not None and isinstance(error, WORKER_FAILURES)
-            event = sse.comment(fields) if cuts else sse.event(fields)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            if cuts and cut is not None:
+            if self._open_end and isinstance(error, WORKER_FAILURES):
                 log.warning("request %s: stream cut: %s", self._request_id, error.message)
-                cut()
+                await send({"type": "http.response.body", "body": sse.comment(fields)})
                 return
+            event = sse.event(fields)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
             close = getattr(self._events, "aclose", None)
             if close is not None:

@@ -37,10 +37,6 @@ GONE = "lockstep.gone"
 """Extension in the scope that registers a callback for a disconnected client; None removes it."""
 
 
-CUT = "lockstep.cut"
-"""Extension in the scope that closes the connection before the end of the response."""
-
-
 class ClientGone(Exception):
     """The client closed the connection before its response was ready."""
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.gateway.dialects import DialectServer, Event, dialect_server, scripted_worker
@@ -297,15 +296,18 @@ async def test_unknown_fields_are_rejected_by_name_in_anthropics_shape(
     assert body["request_id"]
 
 
-async def test_a_failure_before_the_first_token_is_a_status_and_after_it_cuts_the_connection(
+async def test_an_error_before_the_first_token_is_a_status_and_after_it_an_event(
     server: DialectServer,
 ) -> None:
     early = await server.post(MESSAGES, {**BODY, "messages": [user("fails early")], "stream": True})
     assert early.status_code == 429
     assert early.headers["retry-after"] == "2"
     assert early.json()["error"]["type"] == "rate_limit_error"
-    with pytest.raises(httpx.RemoteProtocolError):
-        await server.events(MESSAGES, {**BODY, "messages": [user("fails late")]})
+    events = await server.events(MESSAGES, {**BODY, "messages": [user("fails late")]})
+    name, data = events[-1]
+    assert name == "error"
+    assert data["error"]["type"] == "api_error"
+    assert "message_stop" not in [name for name, _ in events]
 
 
 async def test_a_token_limit_beyond_the_context_is_clamped_and_reported(

@@ -30,10 +30,13 @@ class Received:
 
 
 class Agent:
-    """An agent with a history; `dialect` is chat, messages or responses."""
+    """An agent with a history; `dialect` is chat, messages or responses, `program` its name."""
 
-    def __init__(self, http: httpx.AsyncClient, dialect: str, session: str) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, dialect: str, session: str, program: str = "opencode/1.18"
+    ) -> None:
         self._http, self.dialect, self.session = http, dialect, session
+        self.program = program
         self.history: list[Any] = []
         self.say("Write hello.")
 
@@ -124,16 +127,14 @@ class Agent:
     async def _stream(self, turn: Received, headers: dict[str, str]) -> AsyncIterator[None]:
         path, body = self._request()
         url = f"/sessions/{self.session}{path}"
-        try:
-            async with self._http.stream("POST", url, json=body, headers=headers) as response:
-                assert response.status_code == 200, await response.aread()
-                async for line in response.aiter_lines():
-                    turn.lines.append(line)
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        self._take(turn, json.loads(line.removeprefix("data: ")))
-                        yield
-        except httpx.RemoteProtocolError:
-            turn.ended = turn.ended or "cut"
+        headers = {"user-agent": self.program, **headers}
+        async with self._http.stream("POST", url, json=body, headers=headers) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                turn.lines.append(line)
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    self._take(turn, json.loads(line.removeprefix("data: ")))
+                    yield
 
     def _request(self) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {"model": "tiny", "stream": True}

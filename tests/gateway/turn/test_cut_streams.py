@@ -152,20 +152,16 @@ async def test_a_worker_that_fails_before_any_content_is_not_noticed(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_failure_after_content_ends_as_the_agents_of_the_dialect_survive_it(
+async def test_a_failure_after_content_leaves_the_end_open_for_agents_that_continue(
     replay: Replay, dialect: str
 ) -> None:
-    agent = Agent(replay.http, dialect, f"ended-{dialect}")
-    turn = await cut_turn(replay, agent, "error", count(replay, think="I plan.", say="I write"))
-    assert turn.ended == ("error" if dialect == "responses" else "cut")
-
-
-async def test_a_comment_names_the_failure_before_the_connection_is_closed(replay: Replay) -> None:
-    agent = Agent(replay.http, "chat", "commented")
     tokens = count(replay, think="I plan.", say="I write")
-    replay.say(Rule(**WHOLE, error=ScriptedError(status=500, after_tokens=tokens, message="gone")))
-    turn = await agent.turn()
-    assert turn.ended == "cut"
+    agent = Agent(replay.http, dialect, f"open-{dialect}")
+    turn = await cut_turn(replay, agent, "error", tokens)
+    assert (turn.text, turn.ended) == ("I write", "")
     (comment,) = [line for line in turn.lines if line.startswith(":")]
-    assert "gone" in comment
+    assert "the script wants this request to fail" in comment
     assert "data: [DONE]" not in turn.lines
+    sdk = Agent(replay.http, dialect, f"closed-{dialect}", "OpenAI/Python 3.49.0")
+    turn = await cut_turn(replay, sdk, "error", tokens)
+    assert (turn.text, turn.ended) == ("I write", "error")

@@ -71,7 +71,7 @@ class ChatRoutes:
         if chat.stream:
             stream = await TurnStream.started(http, turn, self._context.pool)
             events = ChatStream(turn, _response_shape(turn), stream).events()
-            response = EventStream(events, http.state.request_id, cuts=True)
+            response = EventStream(events, http.state.request_id, open_end=turn.open_end)
         else:
             response = json_response(await self._whole(http, turn))
         response.headers["x-request-id"] = http.state.request_id

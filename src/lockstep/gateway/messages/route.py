@@ -102,7 +102,7 @@ class MessagesRoutes:
         if body.stream:
             stream = await TurnStream.started(http, turn, self._context.pool)
             events = MessageStream(turn, stream, store).events()
-            response = EventStream(events, http.state.request_id, done=b"", cuts=True)
+            response = EventStream(events, http.state.request_id, done=b"", open_end=turn.open_end)
         else:
             _, (reply,) = await sample_turn(http, turn, self._context.pool)
             message = whole_message(turn, reply)

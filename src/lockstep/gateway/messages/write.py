@@ -55,8 +55,8 @@ def stop_of(turn: GatewayTurn, reply: ChatReply) -> tuple[wire.StopReason, str |
 
 
 class MessageStream:
-    """The events of one turn; an error after the start becomes an event, unless its worker failed.
-    `store` gets the whole message before the client has the last event.
+    """The events of one turn; an error after the start becomes an event. `store` gets the whole
+    message before the client has the last event.
     """
 
     def __init__(self, turn: GatewayTurn, parts: TurnStream, store: StoreMessage) -> None:
@@ -78,9 +78,9 @@ class MessageStream:
                 async for part in parts:
                     for event in self._part_events(part):
                         yield event
-        except WORKER_FAILURES:
-            raise  # the connection is closed, on which agents retry
         except LockstepError as error:
+            if self._turn.open_end and isinstance(error, WORKER_FAILURES):
+                raise  # the stream ends here, without an event
             yield wire.event("error", **_without_type(error, self._turn.id))
 
     def _part_events(self, streamed: StreamedPart) -> Iterator[bytes]:

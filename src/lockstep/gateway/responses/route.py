@@ -118,7 +118,9 @@ class ResponsesRoutes:
         if body.stream:
             parts = await TurnStream.started(http, turn, self._context.pool)
             stream = ResponseStream(empty, turn, parts, translated.tools, store)
-            response = EventStream(stream.events(), http.state.request_id, done=b"")
+            response = EventStream(
+                stream.events(), http.state.request_id, done=b"", open_end=turn.open_end
+            )
         else:
             _, (reply,) = await sample_turn(http, turn, self._context.pool)
             output = output_items(turn.id, reply.message, translated.tools)

@@ -20,7 +20,7 @@ from lockstep.protocol.openai import responses_response as wire
 from lockstep.protocol.openai.chat_response import ChatReply
 from lockstep.protocol.openai.responses_request import ResponsesRequest
 from lockstep.render.parsed_message import Call
-from lockstep.tokens.errors import LockstepError, Unavailable
+from lockstep.tokens.errors import WORKER_FAILURES, LockstepError, Unavailable
 
 StoreResponse = Callable[[wire.ResponseObject, ChatReply], None]
 
@@ -115,6 +115,8 @@ class ResponseStream:
                     for event in self._part_events(part):
                         yield event
         except LockstepError as error:
+            if self._turn.open_end and isinstance(error, WORKER_FAILURES):
+                raise  # the stream ends here, without an event
             yield failed_event(self._response, error, self._number)
 
     def _part_events(self, streamed: StreamedPart) -> Iterator[bytes]:

@@ -14,6 +14,9 @@ from starlette.requests import Request
 
 from lockstep.ledger.origin import Origin, Side
 
+OPEN_END = frozenset({"claude-code", "codex", "opencode", "qwen-code"})
+"""Harnesses that continue or retry after a stream without an end. An event with an error ends some
+of their runs; an SDK without a harness needs it, as it would take what it received for all."""
 LONGEST = 200
 """Characters of an id or a name; the rest is cut, so that headers cannot fill sessions."""
 SUMMARY_WORDS: dict[str, tuple[tuple[str, Side], ...]] = {

@@ -122,7 +122,7 @@ class TurnOpener:
             max_model_len=limit,
             headers=headers,
             found_tools=tuple(found_tools),
-            origin=None if session is None else origin_of(http, chat.messages),
+            origin=origin_of(http, chat.messages),
         )
 
     def _pinned_worker(self, pinned: str | None) -> str | None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.sessions.cache import Session
+from lockstep.gateway.turn.harness import OPEN_END
 from lockstep.ledger import PromptPlan, Reply
 from lockstep.ledger.origin import Origin
 from lockstep.protocol.common.request import GenerateRequest
@@ -58,6 +59,11 @@ class GatewayTurn:
             self.headers["x-lockstep-bridged"] = "true" if self.plan.bridged else "false"
             if self.plan.cause is not None:
                 self.headers["x-lockstep-break"] = self.plan.cause
+
+    @property
+    def open_end(self) -> bool:
+        """Whether its agent continues from a stream without an end, and gives up on an error."""
+        return self.origin is not None and self.origin.harness in OPEN_END
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -19,7 +18,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from lockstep.http.http_request import CUT, GONE, Presence
+from lockstep.http.http_request import GONE, Presence
 from lockstep.http.server.closing import has_left, last_response, refusal, reset
 from lockstep.http.server.coalescing import CoalescingTransport
 from lockstep.http.server.limits import ServerLimits
@@ -309,17 +308,8 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         self._presence = Presence()
-        extensions = {GONE: self._presence.when_gone, CUT: partial(self._cut, cycle)}
-        cast("dict[str, Any]", cycle.scope)["extensions"] = extensions
+        cast("dict[str, Any]", cycle.scope)["extensions"] = {GONE: self._presence.when_gone}
         super()._start_asgi_task(cycle, app if cycle.keep_alive else last_response(app, cycle))
-
-    def _cut(self, cycle: RequestResponseCycle) -> None:
-        """Close the connection after what was sent, so that the client sees a broken response."""
-        cycle.disconnected = True  # it ends without its last chunk, which uvicorn would report
-        if cycle.scope["http_version"] == "1.0":
-            reset(self.transport)
-        else:
-            self.transport.close()
 
     def on_response_complete(self) -> None:
         finished, self._running = self._running, None
