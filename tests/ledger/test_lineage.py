@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from lockstep.ledger import Ledger, Node, Reply
+from lockstep.ledger.branch_sample import left_out
 from lockstep.ledger.lineage import Branch, find_branches
 from lockstep.ledger.origin import Origin
 from lockstep.render import Renderer
 from lockstep.tokens import Sample
-from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.errors import BadRequest, PrefixBreak
 from lockstep.tokens.lineage import KINDS
 from tests.ledger.rollouts import TOOLS, completion, turn_bytes
 
@@ -280,3 +281,67 @@ def test_kinds_and_weights_that_there_are_not_are_refused(talk: Talk) -> None:
     with pytest.raises(BadRequest, match="'turn': expected session or token"):
         talk.samples(weights="turn")
     assert len(KINDS) == 7
+
+
+CLAUDE = Origin(harness="claude-code", agent="session")
+AIDER = Origin(harness="litellm")
+SYSTEM = {"role": "system", "content": "Edit files."}
+
+
+def test_a_run_after_an_empty_first_answer_is_the_main_line(talk: Talk) -> None:
+    talk.turn([user("Do it.")], "", CLAUDE)
+    history = talk.turn([user("Do it.\n[Your previous response had no text.]")], "ok", CLAUDE)
+    talk.turn([*history, user("Thanks")], "done", CLAUDE)
+    assert talk.kinds() == {1: ("main", None), 0: ("retry", 1)}
+    assert "no answer" in talk.branches()[0].evidence
+    (main,) = talk.samples(kinds=["main", "subagent", "compaction"])
+    assert sum(main.sampled_mask) == sum(len(node.sampled) for node in talk.ledger.nodes[1:])
+
+
+def test_an_empty_answer_stays_main_without_a_second_attempt(talk: Talk) -> None:
+    talk.turn([user("Do it.")], "", CLAUDE)
+    talk.turn([user("Another task.")], "ok", CLAUDE)
+    assert talk.kinds()[0] == ("main", None)
+
+
+def test_a_history_that_its_program_rewrote_is_the_main_line_after_a_break(talk: Talk) -> None:
+    talk.turn([SYSTEM, user("a")], "one", AIDER)
+    rewritten = [SYSTEM, user("a (shortened)"), {"role": "assistant", "content": "Ok."}, user("b")]
+    talk.turn(rewritten, "two", AIDER)
+    assert talk.kinds() == {0: ("main", None), 1: ("main", 0)}
+    assert "edited_history" in talk.branches()[1].evidence
+    assert talk.ledger.break_counts == {"edited_history": 1}
+
+
+def test_an_edited_history_of_another_agent_is_a_fork(talk: Talk) -> None:
+    history = talk.turn([SYSTEM, user("a")], "one", AIDER)
+    edited = [SYSTEM, user("a"), {"role": "assistant", "content": "1"}, user("b")]
+    talk.turn(edited, "two", AIDER)
+    # The first line goes on as well: the other one is no continuation of it.
+    talk.turn([*history, user("b")], "three", AIDER)
+    assert talk.kinds() == {0: ("main", None), 1: ("fork", 0)}
+    other = [{"role": "system", "content": "Review."}, *edited[1:]]
+    talk.turn(other, "four", AIDER)
+    assert talk.kinds()[3] == ("fork", 0)
+
+
+def test_a_dropped_first_reply_is_a_break(talk: Talk) -> None:
+    talk.turn([SYSTEM, user("a")], "No call.", AIDER)
+    continued = [SYSTEM, user("a"), user("Call a tool.")]
+    with pytest.raises(PrefixBreak, match="leaves out the reply") as raised:
+        Ledger.from_turns(
+            [turn_bytes(talk.ledger, node) for node in talk.ledger.nodes], [], talk.ledger.renderer
+        ).plan(continued, TOOLS)
+    assert raised.value.cause == "reply_dropped"
+    talk.turn(continued, "ok", AIDER)
+    assert talk.ledger.break_counts == {"reply_dropped": 1}
+    assert talk.kinds() == {0: ("main", None), 1: ("main", 0)}
+
+
+def test_a_selection_of_kinds_says_what_it_leaves_out(talk: Talk) -> None:
+    history = talk.turn([user("a")], "one", CODEX)
+    talk.turn([user("b")], "two", CHILD)
+    talk.turn([*history, user("c")], "three", CODEX)
+    nodes = talk.ledger.nodes
+    assert left_out(nodes, ["main"]) == {"subagent": len(nodes[1].sampled)}
+    assert left_out(nodes, ["main", "subagent"]) == left_out(nodes, None) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from lockstep.protocol.control.sessions import MintedSession
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.operation import Operation
+
+log = logging.getLogger(__name__)
 
 
 class RemoteFleet:
@@ -145,7 +148,8 @@ class RemoteFleet:
         once.
 
         `kinds` selects kinds of branches, `weights` sets how much samples count; see
-        Ledger.samples. Raises BadRequest for unknown kinds and weights.
+        Ledger.samples. A warning names the kinds with trainable tokens that are left out. Raises
+        BadRequest for unknown kinds and weights.
         """
         query = f"train_aborted={train_aborted}&dedupe={dedupe}".lower()
         if kinds is not None:
@@ -154,6 +158,10 @@ class RemoteFleet:
             query += f"&weights={quote(weights)}"
         path = f"/v1/rl/sessions/{quote(session)}?{query}"
         body = self._decode(await self._client.get(path, timeout=60.0))
+        for kind, tokens in body.get("left_out", {}).items():
+            log.warning(
+                "session %s: kinds leaves out %d trainable tokens of kind %r", session, tokens, kind
+            )
         return [Sample.from_json(msgspec.json.encode(sample)) for sample in body["samples"]]
 
     async def mint_session(self, **options: Any) -> MintedSession:

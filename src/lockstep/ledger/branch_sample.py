@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,6 +55,17 @@ def branch_samples(
             for turn in own:
                 _note(trained, turn, _Trained(len(samples) - 1, len(turn.sampled)))
     return weighted(samples, way)
+
+
+def left_out(nodes: Sequence[Node], kinds: Iterable[str] | None) -> dict[str, int]:
+    """Return how many trainable tokens the branches have that a selection of kinds leaves out, by
+    their kind. Raises BadRequest for unknown kinds."""
+    wanted = check_kinds(kinds)
+    counts: Counter[str] = Counter()
+    for branch in find_branches(nodes) if wanted is not None else ():
+        if wanted is not None and branch.kind not in wanted:
+            counts[branch.kind] += sum(len(turn.sampled) for turn in trained_turns(branch))
+    return {kind: tokens for kind, tokens in counts.items() if tokens}
 
 
 class _Trained(NamedTuple):

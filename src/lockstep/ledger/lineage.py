@@ -87,7 +87,11 @@ class _Lineage:
         self._discarded = {
             node.index: evidence
             for siblings in self._children.values()
-            for node, evidence in (*self._thrown(siblings), *self._cut(siblings))
+            for node, evidence in (
+                *self._thrown(siblings),
+                *self._cut(siblings),
+                *self._empty(siblings),
+            )
         }
         self._lines: list[_Line] = []
         self._of: dict[int, _Line] = {}
@@ -165,6 +169,19 @@ class _Lineage:
             ):
                 yield node, "cut; the agent did not continue from it"
 
+    def _empty(self, siblings: Sequence[Node]) -> Iterator[tuple[Node, str]]:
+        """Return the turns without an answer whose agent sent the prompt again with a note."""
+        for at, node in enumerate(siblings):
+            if node.index in self._children or node.by_ids or node.continues:
+                continue
+            if node.reply.content.strip() or node.reply.tool_calls:
+                continue
+            if any(
+                _who(other) == _who(node) and _adds_a_note(node, other)
+                for other in siblings[at + 1 :]
+            ):
+                yield node, "no answer; the prompt was sent again with a note"
+
     def _thrown(self, siblings: Sequence[Node]) -> Iterator[tuple[Node, str]]:
         """Return the discarded attempts among turns with the same prompt."""
         groups: dict[int, list[Node]] = {}
@@ -225,9 +242,32 @@ class _Lineage:
             return "subagent", f"its task is in call {task[0]}", task[1]
         if self._main() is None:
             return "main", "it opened the session", None
-        if node.breaks and (source := self._recent_line(node)) is not None:
+        source = self._recent_line(node) or self._active(node)
+        if node.breaks and source is not None:
+            if self._goes_on(node, source):
+                end = source.last.index
+                return (
+                    "main",
+                    f"prefix break: {node.breaks[-1]}; nothing follows turn {end}",
+                    source,
+                )
             return "fork", f"prefix break: {node.breaks[-1]}", source
         return "unknown", "no id, no shared history", None
+
+    def _goes_on(self, node: Node, source: _Line) -> bool:
+        """Return whether a branch after a break is the main line again, with a rewritten history.
+
+        Only for programs that are not known otherwise, such as aider: there nothing else tells two
+        agents apart than their instructions and tools.
+        """
+        return (
+            source.kind == "main"
+            and not _origin(node).agent
+            and _origin(node).harness not in REPEATS_ONLY_RETRIES
+            and not self._children.get(source.last.index)
+            and source.first.tools == node.tools
+            and _instructions(source.first) == _instructions(node)
+        )
 
     def _replaced(self, node: Node, own: _Line) -> str:
         """Return the evidence that this turn follows a summary of that branch; empty without
@@ -305,6 +345,24 @@ def _origin(node: Node) -> Origin:
 def _who(node: Node) -> tuple[str, str]:
     origin = _origin(node)
     return origin.harness, origin.agent
+
+
+def _instructions(node: Node) -> list[str]:
+    return [message.content for message in node.new_messages if message.role == "system"]
+
+
+def _adds_a_note(node: Node, other: Node) -> bool:
+    """Return whether the messages of `other` are those of `node`, with more text at the end."""
+    *before, last = node.new_messages or (None,)
+    *others, later = other.new_messages or (None,)
+    return (
+        last is not None
+        and later is not None
+        and before == others
+        and last.role == later.role == "user"
+        and last.content != later.content
+        and later.content.startswith(last.content)
+    )
 
 
 def _parent_index(node: Node) -> int | None:

@@ -26,10 +26,18 @@ from lockstep.tokens.errors import BadRequest
 
 UNREAD = ReadMessages()
 NO_MATCH = Match()
-Cause = Literal["edited_history", "tools_changed", "thinking_dropped", "truncated", "no_bridge"]
+Cause = Literal[
+    "edited_history",
+    "reply_dropped",
+    "tools_changed",
+    "thinking_dropped",
+    "truncated",
+    "no_bridge",
+]
 
 EXPLAINED: dict[Cause, str] = {
     "edited_history": "the history holds an assistant turn that was not sampled in this session",
+    "reply_dropped": "the history leaves out the reply to its first messages",
     "tools_changed": "the tools are not those of the turns before",
     "thinking_dropped": "the chat template drops thinking of earlier turns",
     "truncated": "the turn before was cut, and its format cannot close it",
@@ -206,7 +214,9 @@ def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, 
     match = request.match
     # Only assistant messages claim something about what was sampled; others are simply new.
     if not has_assistant(request.history[match.length :]):
-        return None, match
+        # A turn that was left out later is a branch: its prompt is still the exact beginning.
+        dropped = match.node is None and _drops_first_reply(request, roots)
+        return "reply_dropped" if dropped else None, match
     if _imported(request.history, roots):
         return None, Match()
     other = longest((root for root in roots if root.tools != request.tools_key), request.history)
@@ -215,6 +225,19 @@ def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, 
     if other.length > match.length:
         return "tools_changed", other
     return "edited_history", match
+
+
+def _drops_first_reply(request: TurnRequest, roots: Sequence[Node]) -> bool:
+    """Return whether the history continues a first prompt as if it had no reply."""
+    return any(
+        root.tools == request.tools_key
+        and not root.children
+        and root.finish != "abort"
+        and not root.by_ids
+        and len(root.new_messages) < len(request.history)
+        and starts_with(request.history, root.new_messages)
+        for root in roots
+    )
 
 
 def _imported(history: Sequence[Message], roots: Sequence[Node]) -> bool:

@@ -145,29 +145,31 @@ async def session_response(
         raise BadRequest(f"format is {form!r}: expected json or msgpack", param="format")
     aborted, dedupe = _flag(http, "train_aborted"), _flag(http, "dedupe", default="true")
     info = await sessions.info(name)
-    kinds = http.query_params.get("kinds")
+    named = http.query_params.get("kinds")
+    kinds = None if named is None else named.split(",")
     samples = await sessions.samples(
         name,
         train_aborted=aborted,
         dedupe=dedupe,
-        kinds=None if kinds is None else kinds.split(","),
+        kinds=kinds,
         weights=http.query_params.get("weights"),
         by_trainer=by_trainer,
     )
+    rest = {} if kinds is None else {"left_out": await sessions.left_out(name, kinds)}
     # A long session is encoded to megabytes.
     if form == "msgpack":
-        packed = await off_loop(True, _msgpack, info, samples)
+        packed = await off_loop(True, _msgpack, info, samples, rest)
         return Response(packed, media_type=MSGPACK)
-    return json_response(await off_loop(True, _json, info, samples))
+    return json_response(await off_loop(True, _json, info, samples, rest))
 
 
-def _json(info: SessionInfo, samples: Sequence[Sample]) -> bytes:
+def _json(info: SessionInfo, samples: Sequence[Sample], rest: dict[str, Any]) -> bytes:
     lines = [msgspec.Raw(sample.to_json()) for sample in samples]
-    return msgspec.json.encode({"session": info, "samples": lines})
+    return msgspec.json.encode({"session": info, "samples": lines, **rest})
 
 
-def _msgpack(info: SessionInfo, samples: Sequence[Sample]) -> bytes:
-    return msgspec.msgpack.encode({"session": info, "samples": samples})
+def _msgpack(info: SessionInfo, samples: Sequence[Sample], rest: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode({"session": info, "samples": samples, **rest})
 
 
 def _check_parameters(http: Request, *names: str) -> None:

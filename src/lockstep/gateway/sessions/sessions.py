@@ -31,7 +31,7 @@ from lockstep.gateway.sessions.loading import SessionLoader, find_session, readi
 from lockstep.gateway.sessions.writes import SessionWrites
 from lockstep.http.off_loop import off_loop
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
-from lockstep.ledger.branch_sample import branch_samples
+from lockstep.ledger.branch_sample import branch_samples, left_out
 from lockstep.ledger.breaks import GATEWAY_BREAKS
 from lockstep.ledger.codec import load_turns
 from lockstep.render import Renderer
@@ -162,6 +162,14 @@ class Sessions:
             )
         self._touch(entry)
         return Session(self, cached, renderer, breaks)
+
+    async def left_out(self, session_id: str, kinds: Sequence[str] | None) -> dict[str, int]:
+        """Return the trainable tokens that a selection of kinds leaves out, by kind. Raises
+        NotFound."""
+        entry = await find_session(self._store, session_id)
+        entry.check_readable()
+        nodes, _ = await self._turns(entry)
+        return await off_loop(True, left_out, nodes, kinds)
 
     async def samples(
         self,
