@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lockstep.backends.vllm.extension.source import Sources
 from lockstep.checkpoint.delta.record import read_link
 from lockstep.checkpoint.manifest import MANIFEST, STABLE, Manifest
 from lockstep.checkpoint.stores import download as downloads
@@ -20,6 +23,7 @@ from lockstep.checkpoint.stores.object_store import ObjectStore
 from lockstep.checkpoint.stores.upload_checkpoint import upload
 from lockstep.checkpoint.stores.url import AllowedRoots, StoreUrl
 from lockstep.checkpoint.validate import Checkpoint
+from lockstep.protocol.control.worker import Stage
 from lockstep.tokens.errors import (
     BadRequest,
     CheckpointError,
@@ -134,6 +138,63 @@ def test_an_interrupted_download_continues(s3: S3Server, prefix: str, tmp_path: 
         assert same(local.directory, arrays)
     size = weights_file(s3, prefix).stat().st_size
     assert s3.sent - sent < size - (4 << 16)
+
+
+KILLED = """
+import sys
+from lockstep.checkpoint.stores import download
+from lockstep.checkpoint.stores.fetch import local_checkpoint
+from lockstep.checkpoint.stores.object_store import ObjectStore
+
+download.PIECE = 1 << 16
+read = ObjectStore.read
+
+def announce(self, key, start, end):
+    if start > 6 << 16:
+        sys.stdin.read()
+    data = read(self, key, start, end)
+    print(start, flush=True)
+    return data
+
+ObjectStore.read = announce
+with local_checkpoint(sys.argv[1]):
+    pass
+"""
+
+
+def test_a_killed_process_leaves_no_lock_and_its_pieces(
+    s3: S3Server, prefix: str, tmp_path: Path
+) -> None:
+    arrays = large()
+    url = published(s3, prefix, tmp_path, arrays)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    for _ in range(6):
+        assert process.stdout.readline()
+    process.kill()
+    process.wait()
+    sent = s3.sent
+    with local_checkpoint(url) as local:
+        assert same(local.directory, arrays)
+    assert s3.sent - sent < weights_file(s3, prefix).stat().st_size - (3 << 16)
+
+
+def test_ranks_of_vllm_read_what_is_in_a_store(s3: S3Server, prefix: str, tmp_path: Path) -> None:
+    """The part of the worker extension that reads weights, which needs no vLLM."""
+    paths, contents = chain(tmp_path / "run", 2)
+    for path in paths:
+        upload(path, s3.url(f"{prefix}/{path.name}"))
+    sources = Sources(0)
+    url = s3.url(f"{prefix}/step-2")
+    held = sources.read(Stage(model_path=url))
+    assert held.tensors.keys() == contents[2].keys()
+    for name, tensor in held.tensors.items():
+        assert tensor.numpy().tobytes() == contents[2][name].tobytes()
+    sources.roots = AllowedRoots.of([tmp_path])
+    with pytest.raises(Forbidden, match="outside the allowed roots"):
+        sources.read(Stage(model_path=url))
 
 
 @pytest.mark.failure_mode("F88")
