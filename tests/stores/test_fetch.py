@@ -352,6 +352,18 @@ def test_a_bucket_that_is_removed_midway_is_an_error_that_names_the_object(
                 pass
 
 
+def test_a_file_that_is_missing_is_an_error_that_names_it(
+    s3: S3Server, prefix: str, tmp_path: Path
+) -> None:
+    """Also while larger files are being downloaded."""
+    url = published(s3, prefix, tmp_path)
+    s3.file(f"{prefix}/step-1/config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-1/config\.json does not exist"):
+        with local_checkpoint(url):
+            pass
+    assert not list((tmp_path / "cache" / "views").iterdir())
+
+
 def test_a_claimed_size_is_checked_before_anything_is_downloaded(
     s3: S3Server, prefix: str, tmp_path: Path
 ) -> None:

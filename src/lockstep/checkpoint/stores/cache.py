@@ -84,9 +84,13 @@ class HostCache:
         while True:
             path, downloaded = self.object(record, fill)
             fetched |= downloaded
-            with suppress(FileNotFoundError):  # removed in between, to make room
+            try:
                 os.link(path, target)
-                return fetched
+            except FileNotFoundError:
+                if not target.parent.is_dir():
+                    raise
+                continue  # the object was removed in between, to make room
+            return fetched
 
     @contextmanager
     def view(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,12 +145,22 @@ class _Assembly:
 
     def make(self, root: Path, chain: list[RemoteCheckpoint]) -> None:
         """Write the directories of a chain below `root`."""
-        work = []
+        links = []
         for part in chain:
             directory = root / part.url.name
             directory.mkdir()
-            work += [(part.file(name), directory / name) for name in part.manifest.files]
-        list(self._files.map(self._link, *zip(*work, strict=True)) if work else ())
+            links += [
+                self._files.submit(self._link, part.file(name), directory / name)
+                for name in part.manifest.files
+            ]
+        # The directory is removed after an error: no thread may still write to it.
+        _, pending = wait(links, return_when=FIRST_EXCEPTION)
+        for link in pending:
+            link.cancel()
+        wait(links)
+        for link in links:
+            if not link.cancelled():
+                link.result()
         for part in chain:
             write_whole(root / part.url.name / MANIFEST, part.text)
             write_whole(root / part.url.name / STABLE, b"")
