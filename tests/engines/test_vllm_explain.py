@@ -54,7 +54,7 @@ async def rollout(server: Vllm, adapter: str | None = None, **options: Any) -> l
                     GenerateRequest(
                         prompt_ids=[*front, *prompt],
                         sampling=Sampling(**(PLAIN | options | {"seed": at})),
-                        adapter=adapter, timeout=240,
+                        model=adapter, timeout=240,
                     )
                 )
                 for at, prompt in enumerate(PROMPTS)

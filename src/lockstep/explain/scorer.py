@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -18,9 +18,8 @@ from torch import Tensor
 from lockstep.engine import exact
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.expert_replay import ExpertReplay
-from lockstep.engine.forward_pass import TokenRows, packs
+from lockstep.engine.forward_pass import TokenRows, packs, shaped_logits
 from lockstep.engine.numerics.bf16 import make_bf16_safe
-from lockstep.engine.processing import process_spans
 from lockstep.engine.text.grammars import Grammars
 from lockstep.explain.altered_attention import AlteredAttention
 from lockstep.explain.case import Case, Values
@@ -28,6 +27,7 @@ from lockstep.explain.model_state import ModelState
 from lockstep.explain.rounding import round_values
 from lockstep.explain.sequences import ScoredSequence, sequences
 from lockstep.explain.setting import Overlay, Setting
+from lockstep.export.exported import turns
 from lockstep.tokens import Sample, ShapedSpan, Shaping
 from lockstep.tokens.errors import Unavailable
 from lockstep.tokens.experts import RoutedExperts
@@ -244,25 +244,16 @@ class Scorer:
         temperature = sample.temperature if setting.temperature is None else setting.temperature
         if setting.shaping is None and not sample.shaping:
             return logits if temperature in (0.0, 1.0) else logits / temperature
-        pieces = []
-        for group in self.case.groups:
-            if group.sample != sequence.sample:
-                continue
-            held = (sequence.places >= group.first) & (sequence.places < group.places.stop)
-            own = logits[torch.from_numpy(np.flatnonzero(held)).to(logits.device)]
-            if len(own) < group.end - group.start:  # some have no number: rows do not line up
-                pieces.append(own if temperature in (0.0, 1.0) else own / temperature)
-                continue
-            support = sample.support if setting.support == "recorded" else None
-            pieces.append(
-                process_spans(
-                    own, sample.token_ids[: group.end], _spans(sample, group.start, group.end,
-                    setting), temperature, first=group.start,
-                    grammars=self._grammars if self._needs_grammar(sample) else None,
-                    support=None if setting.shaping is not None else support,
-                )
-            )  # fmt: skip
-        return torch.cat(pieces)
+        spans: Sequence[ShapedSpan] = sample.shaping
+        if setting.shaping is not None:
+            shaping = Shaping(**dict(setting.shaping))
+            spans = [ShapedSpan(start, end, shaping) for start, end in turns(sample)]
+        recorded = setting.support == "recorded" and setting.shaping is None
+        return shaped_logits(
+            logits, self.case.positions[sequence.places], sample.token_ids, spans, temperature,
+            grammars=self._grammars if self._needs_grammar(sample) else None,
+            support=sample.support if recorded else None,
+        )  # fmt: skip
 
     def _needs_grammar(self, sample: Sample) -> bool:
         return any(span.shaping.grammar is not None for span in sample.shaping)
@@ -311,17 +302,6 @@ def _rounded_head(model: Any, setting: Setting) -> Iterator[None]:
         head.weight.data.copy_(weight)
         before.remove()
         after.remove()
-
-
-def _spans(sample: Sample, start: int, end: int, setting: Setting) -> list[ShapedSpan]:
-    """Return the shaped spans of tokens [start, end), with the setting's own options if any."""
-    if setting.shaping is not None:
-        return [ShapedSpan(start, end, Shaping(**dict(setting.shaping)))]
-    return [
-        ShapedSpan(span.start, min(span.end, end), span.shaping)
-        for span in sample.shaping
-        if span.start < end and span.end > start
-    ]
 
 
 def _boundary(case: Case, sample: int, kind: str, block: int) -> int:
