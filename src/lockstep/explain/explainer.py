@@ -251,7 +251,8 @@ class Explainer:
                 f"per token in {where}."
             )
         sentences = [cause.sentence[0].upper() + cause.sentence[1:] for cause in causes]
-        return "; and ".join(sentences) + "."
+        rest = " Another difference is not explained." if outcome == "not explained" else ""
+        return "; and ".join(sentences) + "." + rest
 
 
 def _settled(judged: list[Judged], band: Band) -> bool:

@@ -263,8 +263,18 @@ class Scorer:
     def _path(self, setting: Setting) -> Path | None:
         if self._memo is None:
             return None
-        key = f"{self.case.digest} {self.case.checkpoint} {setting!r}"
+        key = f"{self.case.digest} {self._stamps} {setting!r}"
         return self._memo / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+
+    @cached_property
+    def _stamps(self) -> str:
+        """The directories in use and when they changed, so that old results are not used."""
+        case = self.case
+        paths = [case.checkpoint, *(path for _, path in case.others), *case.other_adapters]
+        paths += [] if case.adapter is None else [case.adapter]
+        return " ".join(
+            f"{path}:{max(file.stat().st_mtime_ns for file in path.iterdir())}" for path in paths
+        )
 
     def _load(self, setting: Setting) -> Values | None:
         path = self._path(setting)
