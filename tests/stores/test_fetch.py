@@ -400,6 +400,17 @@ def test_the_least_recently_used_checkpoints_make_room(
                 fetch(2)
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = published(s3, prefix, tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("LOCKSTEP_CHECKPOINT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match="LOCKSTEP_CHECKPOINT_CACHE names another"):
+        with local_checkpoint(url):
+            pass
+
+
 def test_what_dead_processes_left_is_removed(s3: S3Server, prefix: str, tmp_path: Path) -> None:
     left = tmp_path / "cache" / "views" / ".new-dead"
     left.mkdir(parents=True)

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.checkpoint.manifest import FileRecord
@@ -121,8 +121,11 @@ class HostCache:
                 return
             try:
                 make(new)
-                with suppress(OSError):  # another process was faster: its view is the same
+                try:
                     new.rename(path)
+                except OSError:
+                    if not path.is_dir():  # else another process was faster, with the same view
+                        raise
             finally:
                 _remove(new)
 

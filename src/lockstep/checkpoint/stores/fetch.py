@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -19,12 +19,12 @@ from lockstep.checkpoint.delta.record import DELTA
 from lockstep.checkpoint.files import write_whole
 from lockstep.checkpoint.manifest import MANIFEST, STABLE
 from lockstep.checkpoint.open import resolve_checkpoint
-from lockstep.checkpoint.stores.cache import HostCache
+from lockstep.checkpoint.stores.cache import DIRECTORY_VARIABLE, HostCache
 from lockstep.checkpoint.stores.download import RemoteFile, download
 from lockstep.checkpoint.stores.object_store import CONNECTIONS, ObjectStore
 from lockstep.checkpoint.stores.remote import RemoteCheckpoint, remote_chain
 from lockstep.checkpoint.stores.url import AllowedRoots, StoreUrl, location
-from lockstep.tokens.errors import BadRequest, Forbidden, LockstepError
+from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden, LockstepError
 from lockstep.tokens.operation import FetchSummary
 
 FILES_AT_ONCE = 4
@@ -75,7 +75,15 @@ def local_checkpoint(
         yield Fetched(directory, directory)
         return
     check_prefix(where, allowed, field)
-    with fetched_checkpoint(where, cache or HostCache.of_host(), live) as fetched:
+    with ExitStack() as stack:
+        try:
+            held = fetched_checkpoint(where, cache or HostCache.of_host(), live)
+            fetched = stack.enter_context(held)
+        except OSError as error:
+            raise CheckpointError(
+                f"{where} cannot be kept in the cache of this host: {error.filename or ''} "
+                f"{error.strerror}; {DIRECTORY_VARIABLE} names another directory"
+            ) from None
         try:
             yield fetched
         except LockstepError as error:
