@@ -17,7 +17,7 @@ from lockstep.render import Renderer
 from lockstep.render.authors import authors, messages
 from lockstep.tokens import Completion, Shaping, Support, VersionSpan
 from lockstep.tokens.errors import NotFound
-from lockstep.tokens.operation import Operation, WorkerResult
+from lockstep.tokens.operation import DeltaSummary, FetchSummary, Operation, WorkerResult
 
 
 class Models:
@@ -203,3 +203,14 @@ def test_a_latency_lies_within_its_bucket(
     buckets: dict[float, float], share: float, expected: float | None
 ) -> None:
     assert quantile(buckets, share) == expected
+
+
+def test_an_operation_says_what_a_delta_changes_and_what_was_fetched() -> None:
+    delta = DeltaSummary("step-1", 1, nbytes=50, full_bytes=1000, changed=3, values=400)
+    operation = Operation("1", "update_weights", {}, nbytes=1000, delta=delta)
+    assert operation_row(operation).fetched_bytes is None
+    operation.fetched = FetchSummary(nbytes=60, total=1060, seconds=0.1)
+    operation.workers["w0"] = WorkerResult(fetched=FetchSummary(0, 1060, 0.1))
+    operation.workers["w1"] = WorkerResult(fetched=FetchSummary(60, 60, 0.1))
+    row = operation_row(operation)
+    assert (row.delta_bytes, row.changed, row.fetched_bytes) == (50, 0.0075, 120)

@@ -51,7 +51,11 @@ class WorkerPhases(msgspec.Struct, frozen=True):
 
 
 class OperationRow(msgspec.Struct, frozen=True):
-    """An operation on the fleet, running or ended. `phases` are the longest of any worker."""
+    """An operation on the fleet, running or ended. `phases` are the longest of any worker.
+
+    `delta_bytes` is the size of new weights that were published as a delta, `changed` the share of
+    values that it changes. `fetched_bytes` were downloaded from a store, by gateway and workers.
+    """
 
     id: str
     kind: str
@@ -60,6 +64,9 @@ class OperationRow(msgspec.Struct, frozen=True):
     ended: float | None
     version: str | None
     nbytes: int | None
+    delta_bytes: int | None
+    changed: float | None
+    fetched_bytes: int | None
     pause_seconds: float | None
     phases: dict[str, float]
     workers: dict[str, WorkerPhases]
@@ -201,6 +208,9 @@ def operation_row(operation: Operation) -> OperationRow:
     for result in operation.workers.values():
         for phase, seconds in result.seconds.items():
             phases[phase] = max(phases.get(phase, 0.0), seconds)
+    delta = operation.delta
+    fetches = [operation.fetched, *(result.fetched for result in operation.workers.values())]
+    fetched = [fetch.nbytes for fetch in fetches if fetch is not None]
     return OperationRow(
         id=operation.id,
         kind=operation.kind,
@@ -209,6 +219,9 @@ def operation_row(operation: Operation) -> OperationRow:
         ended=operation.ended,
         version=operation.version,
         nbytes=operation.nbytes,
+        delta_bytes=None if delta is None else delta.nbytes,
+        changed=None if delta is None else round(delta.changed / max(delta.values, 1), 6),
+        fetched_bytes=sum(fetched) if fetched else None,
         pause_seconds=operation.pause_seconds,
         phases=phases,
         workers={

@@ -138,11 +138,15 @@ function operation(each) {
   const bar = make("div", { class: `phases${running ? " running" : ""}`, title: phases.map(([name, value]) => `${NAMES[name] ?? name} ${seconds(value)}`).join(", ") },
     ...phases.map(([name, value]) => make("i", { style: `flex:${Math.max(value / (sum || 1), .012)};--tone:var(--${PHASES[name] ?? "soft"})` })));
   const failed = Object.entries(each.workers).filter(([, worker]) => worker.error);
+  const parts = [
+    each.delta_bytes === null ? "" : `a delta of ${bytes(each.delta_bytes)} that changes ${(each.changed * 100).toFixed(2)} % of the values`,
+    each.fetched_bytes === null ? "" : `${bytes(each.fetched_bytes)} fetched from a store`,
+  ].filter(Boolean).join(", ");
   const notes = [each.error, ...each.warnings, ...(each.error ? [] : failed.map(([id, worker]) => `${id}: ${worker.error}`))].filter(Boolean);
   return make("div", { class: "update", "data-operation": each.id },
     make("span", { class: "muted small" }, clock(each.started)),
     make("span", {}, make("b", { class: "mono" }, each.version ?? each.kind.replace(/_/g, " ")), " ", make("span", { class: "muted small kind" }, each.version ? each.kind.replace(/_/g, " ") : "")),
-    bar, make("span", { class: "num small bytes" }, each.nbytes === null ? seconds(took) : bytes(each.nbytes)),
+    bar, make("span", { class: "num small bytes", title: parts }, each.nbytes === null ? seconds(took) : each.delta_bytes === null ? bytes(each.nbytes) : `Δ ${bytes(each.delta_bytes)}`),
     make("span", { class: "num small bytes" }, each.pause_seconds === null ? "" : `pause ${seconds(each.pause_seconds)}`),
     make("span", { class: "num" }, make("span", { class: `chip ${{ done: "green", running: "blue", failed: "red", lost: "amber" }[each.status]}` }, each.status)),
     ...(notes.length ? [make("span", { class: "err" }, notes.join(" · "))] : []));
