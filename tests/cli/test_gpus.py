@@ -32,7 +32,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     write_nvidia_smi(tmp_path, 8)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(import_module("lockstep.cli.serve"), "GatewayProcess", Process)
+    for command in ("serve", "tinker"):
+        module = import_module(f"lockstep.cli.{command}")
+        monkeypatch.setattr(module, "GatewayProcess", Process)
     monkeypatch.setattr(interpreter, "find_python", lambda *_: python)
     return sources
 
@@ -67,6 +69,13 @@ def test_each_worker_gets_its_own_gpus(
     result = serve(*arguments)
     assert result.exit_code == 0, result.output
     assert groups(sources[0]) == expected
+
+
+def test_the_workers_of_a_tinker_server_are_placed_too(sources: list[Any]) -> None:
+    vllm = ("--engine", "vllm", "--workers", "2", "--gpus", "4-7", "--", "-tp=2")
+    result = CliRunner().invoke(cli.app, ["tinker", "tiny", *vllm])
+    assert result.exit_code == 0, result.output
+    assert groups(sources[0]) == ["4,5", "6,7"]
 
 
 @pytest.mark.parametrize(

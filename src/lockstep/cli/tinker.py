@@ -51,6 +51,13 @@ def tinker(
     worker_args: Annotated[
         str, _engine_option(help="Options of `lockstep worker` for every worker, in one string.")
     ] = "",
+    gpus: Annotated[
+        str | None,
+        _engine_option(
+            help="GPUs to place the workers on, as for `lockstep serve`. By default all that are "
+            "visible; the trainer uses the one of its --device."
+        ),
+    ] = None,
     *,
     options: partial[TrainerOptions],
     arguments: GatewayArguments,
@@ -82,7 +89,7 @@ def tinker(
         vllm = ("--enable-lora", *loras, *targets, "--dtype", trainer.dtype, *vllm)
     source = worker_source(
         model,
-        EngineChoice(engine, workers, tuple(worker or ()), vllm, "raw", adapters=True),
+        EngineChoice(engine, workers, tuple(worker or ()), vllm, "raw", adapters=True, gpus=gpus),
         ("--device", trainer.device, "--dtype", trainer.dtype, *loras, *shlex.split(worker_args)),
         arguments,
         settings,
