@@ -19,7 +19,8 @@ from lockstep.tokens.shaping import UNSHAPED, ShapedSpan
 from lockstep.tokens.support import Support
 
 MOST_BYTES = 512 * 2**20
-MOST_DRAWS = 1_000_000
+MOST_DRAWS = 200_000
+"""Requests that are remembered, without their sets about 100 MB."""
 
 
 @dataclass(frozen=True, slots=True)
