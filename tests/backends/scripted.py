@@ -64,6 +64,14 @@ def captured(engine: str, name: str) -> Reply:
     return whole(capture.body, capture.status)
 
 
+def vocabulary_reply(request: Request) -> Reply | None:
+    """Return SGLang's rejection of the request by which its driver learns the vocabulary's size."""
+    if b'"token_ids_logprob"' not in request.body:
+        return None
+    message = "token_ids_logprob contains out-of-vocabulary token id; valid range is [0, 512)."
+    return whole({"error": {"message": message}}, 400)
+
+
 Script = Callable[[Request], Reply]
 
 QUICK = CallBudgets(
@@ -123,8 +131,11 @@ class Server:
         try:
             while True:
                 request = await read_request(reader)
-                self.requests.append(request)
-                if not await self.send(self.script(request), reader, writer):
+                reply = vocabulary_reply(request)
+                if reply is None:
+                    self.requests.append(request)
+                    reply = self.script(request)
+                if not await self.send(reply, reader, writer):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             return

@@ -33,6 +33,9 @@ class EngineSpec:
     Detection: the `owned_by` of its model cards; a word in the title of its OpenAPI document, paths
     of that document, or a GET route of its control side, that no earlier engine of the list has.
 
+    `health_route` is a GET route of its data port that responds while it is healthy, also while it
+    is paused.
+
     `package` is the distribution that installs it in an environment of its own, `install` how to
     get it. Lockstep itself starts an engine that `is_launched` (`lockstep serve --engine`).
     """
@@ -47,6 +50,7 @@ class EngineSpec:
     api_title: str | None = None
     api_paths: frozenset[str] = frozenset()
     control_route: str | None = None
+    health_route: str = "/health"
     package: str | None = None
     install: str = ""
     is_launched: bool = False
@@ -105,10 +109,17 @@ ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
             transport="sglang",
             transports={"sglang": "sglang.transport:SglangTransport"},
             transport_options=("experts_layout",),
+            admin="sglang.admin:SglangAdmin",
+            pause_routes=("/pause_generation", "/continue_generation"),
             owned_by="sglang",
             api_paths=frozenset({"/generate", "/get_model_info"}),
+            control_route="/model_info",
+            # Its /health generates a token, which a paused server never does: it reports itself
+            # unhealthy after 20 s. This route is answered by the process that schedules requests.
+            health_route="/server_info",
             package="sglang",
-            install="start an SGLang server anywhere, then lockstep gateway --worker URL",
+            install="scripts/install-sglang.sh, or set LOCKSTEP_SGLANG_PYTHON",
+            is_launched=True,
         ),
     }
 )

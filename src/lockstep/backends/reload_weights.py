@@ -53,6 +53,11 @@ class ReloadedWeights:
         broken."""
         return None if self._live is None or self.broken is not None else self._live.version
 
+    @property
+    def source(self) -> Source | None:
+        """The origin of the served weights; None as for `version`, or when it is not known."""
+        return None if self._live is None or self.broken is not None else self._live.source
+
     def observe(self, version: str | None, source: Source | None = None) -> None:
         """Take over the label that the server reports.
 
@@ -63,6 +68,10 @@ class ReloadedWeights:
             return
         if self._live is None or (version is not None and version != self._live.version):
             self._live, self._previous = LoadedWeights(version, source), None
+
+    def forget(self) -> None:
+        """Drop what is remembered: the server's process is another one now."""
+        self._live = self._previous = self._pending = self.broken = None
 
     def stage(self, source: Source, version: str) -> None:
         """Store the source. Raises UnsupportedField for shared memory and object stores."""

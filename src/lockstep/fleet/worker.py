@@ -16,7 +16,7 @@ import msgspec
 from lockstep import tracing
 from lockstep.backends.admin import AbortsRequests, Admin
 from lockstep.backends.dynamo.transport import DynamoTransport
-from lockstep.backends.registry import open_transport
+from lockstep.backends.registry import ENGINES, engine_of, open_transport
 from lockstep.backends.transport import GenerateRequest, StreamDelta, Transport
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.fleet.response_check import ResponseCheck
@@ -206,11 +206,19 @@ class Worker:
     async def health(self, seconds: float = HEALTH_SECONDS) -> WorkerHealth:
         """Return the reported health; the default values where it reports nothing. Raises
         Unavailable when it is unhealthy and DeadlineExceeded when it does not respond in time."""
-        body = await self.client.get("/health", timeout=seconds)
+        body = await self.client.get(self._health_route, timeout=seconds)
         try:
             return msgspec.json.decode(body, type=WorkerHealth)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return WorkerHealth()
+
+    @property
+    def _health_route(self) -> str:
+        if self.admin is not None:
+            return ENGINES[self.admin.name].health_route
+        if self.opened is not None:
+            return engine_of(self.opened.name).health_route
+        return "/health"
 
     async def open(self) -> None:
         """Detect its dialect and read its models. Raises Unavailable when it serves no model

@@ -11,8 +11,9 @@ from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, W
 from lockstep.backends.admin_client import AdminOptions, CallBudget, HttpAdmin
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import ReloadedWeights
+from lockstep.backends.scoring import score
 from lockstep.backends.vllm.adapter_calls import AdapterCalls
-from lockstep.backends.vllm.admin import score
+from lockstep.backends.vllm.transport import VllmTransport
 from lockstep.tokens.errors import (
     Conflict,
     ContractError,
@@ -102,8 +103,8 @@ class PrimeAdmin(HttpAdmin):
                 "to probe it",
                 param="probe",
             )
-        budget = self._budgets.probe
-        scores = [await score(self._client, ids, adapter, budget) for ids in token_ids]
+        budget, transport = self._budgets.probe, VllmTransport(self._client.http, lockstep=False)
+        scores = [await score(self._client, transport, ids, adapter, budget) for ids in token_ids]
         check_scores(scores, token_ids, f"{self.url} probe")
         return scores
 

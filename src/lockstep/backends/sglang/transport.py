@@ -8,24 +8,26 @@ import msgspec
 
 from lockstep.backends.repeated_choices import RepeatedChoices
 from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
+from lockstep.backends.sglang.server import BEYOND, GENERATE, ServedNames, vocabulary_size
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.json.base64_extract import Base64Extractor
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.sglang.generate import (
     Layout,
     SglangStreamDecoder,
     check_layout,
     decode_sglang,
     encode_sglang,
+    rid_of,
 )
 from lockstep.tokens import Completion, LogprobMode
 from lockstep.tokens.errors import BadRequest, UnknownModel
-
-ROUTE = "/generate"
+from lockstep.tokens.ids import check_ids
 
 
 class SglangTransport(RepeatedChoices):
-    """An SGLang server. n > 1 is n requests.
+    """An SGLang server. n > 1 is n requests. Token ids are checked before they are sent.
 
     `logprob_mode`: SGLang divides by the temperature before it takes logprobs, unless it was
     started with SGLANG_RETURN_ORIGINAL_LOGPROB. `experts_layout` is (layers, top_k) of the model,
@@ -46,10 +48,18 @@ class SglangTransport(RepeatedChoices):
     ) -> None:
         super().__init__(http, logprob_mode=logprob_mode, version=version)
         self._layout = experts_layout
+        self._names = ServedNames(http)
+        self._vocabulary: int | None = None
+
+    async def models(self) -> list[ModelCard]:
+        """Return the models and adapters that the server lists now, the base model under the name
+        that the server was started with."""
+        return await self._names.restore(await super().models())
 
     async def abort(self, *request_ids: str) -> int | None:
         for request_id in request_ids:  # the route takes one id
-            await self._http.post("/abort_request", msgspec.json.encode({"rid": request_id}))
+            body = msgspec.json.encode({"rid": rid_of(request_id)})
+            await self._http.post("/abort_request", body)
         return None
 
     async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, ModelCard | None]:
@@ -63,14 +73,24 @@ class SglangTransport(RepeatedChoices):
                 param="model",
             )
         self._encode(request.alone(0), card, stream=False)
+        await self._check_ids(request)
         return request, card
+
+    async def _check_ids(self, request: GenerateRequest) -> None:
+        """Raise BadTokenId for an id outside the vocabulary, which would end the server's process.
+
+        A server that does not report its vocabulary gets ids from 0 to 2**31 - 2.
+        """
+        if self._vocabulary is None:
+            self._vocabulary = await vocabulary_size(self._http) or BEYOND
+        check_ids(as_list(request.prompt_ids), self._vocabulary, "prompt_ids")
 
     async def _generate(
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> Completion:
         body = self._encode(request, card, stream=False)
         response = await self._http.post_collected(
-            ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
+            GENERATE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
         reading = self._reading(request, card, index)
         return await self._decode(decode_sglang, response, reading, self._layout)
@@ -80,7 +100,7 @@ class SglangTransport(RepeatedChoices):
     ) -> CompletionStream:
         decoder = SglangStreamDecoder(self._reading(request, card, index), self._layout)
         body = self._encode(request, card, stream=True)
-        events = self._http.events(ROUTE, body, timeout=request.timeout, headers=request.headers)
+        events = self._http.events(GENERATE, body, timeout=request.timeout, headers=request.headers)
         async with aclosing(events):
             async for event in events:
                 for delta in decoder.feed(event):

@@ -17,10 +17,13 @@ SUCCESS = b"Success"
 class AdapterCalls:
     """Adapter calls of one server. It remembers labels, because the server knows paths only."""
 
-    def __init__(self, client: AdminClient, budgets: CallBudgets, load: str) -> None:
+    def __init__(
+        self, client: AdminClient, budgets: CallBudgets, load: str, unload: str = UNLOAD
+    ) -> None:
         self._client = client
         self._budgets = budgets
         self._load = load
+        self._unload = unload
         self._labels: dict[str, tuple[str, str]] = {}
 
     async def cards(self) -> list[ModelCard]:
@@ -64,10 +67,9 @@ class AdapterCalls:
     async def load(self, name: str, path: Path, label: str | None) -> str:
         """Load an adapter, or swap it in place. Raises AdapterError. The caller must drop cached
         prefixes."""
-        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
-
         async def load() -> ModelCard | None:
-            self._check_success(self._load, await self._post(self._load, body))
+            raw = await self._post(self._load, self._load_body(name, path))
+            self._check_success(self._load, raw)
             return await self._find(name)
 
         async def look_up() -> None:
@@ -85,20 +87,23 @@ class AdapterCalls:
 
     async def unload(self, name: str) -> None:
         async def unload() -> bool:
-            self._check_success(UNLOAD, await self._post(UNLOAD, {"lora_name": name}))
+            self._check_success(self._unload, await self._post(self._unload, {"lora_name": name}))
             return True
 
         async def look_up() -> bool | None:
             return True if await self._find(name) is None else None
 
-        await self._client.exactly_once(UNLOAD, unload, look_up, self._budgets.quick)
+        await self._client.exactly_once(self._unload, unload, look_up, self._budgets.quick)
         self._labels.pop(name, None)
         remaining = await self._find(name)
         listed = None if remaining is None else remaining.root
-        self._client.expect(listed, None, f"path of adapter {name!r} after {UNLOAD}")
+        self._client.expect(listed, None, f"path of adapter {name!r} after {self._unload}")
 
     async def _find(self, name: str) -> ModelCard | None:
         return next((card for card in await self.cards() if card.id == name and card.parent), None)
+
+    def _load_body(self, name: str, path: Path) -> dict[str, object]:
+        return {"lora_name": name, "lora_path": str(path), "load_inplace": True}
 
     async def _post(self, path: str, body: object) -> bytearray:
         return await self._client.post(path, body, self._budgets.load)

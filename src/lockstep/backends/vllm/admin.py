@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
-from uuid import uuid4
 
 from lockstep.backends.admin import (
     AdminName,
@@ -20,14 +19,12 @@ from lockstep.backends.admin import (
 from lockstep.backends.admin_client import AdminClient, AdminOptions, CallBudget, HttpAdmin
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import ReloadedWeights
+from lockstep.backends.scoring import score
 from lockstep.backends.vllm.adapter_calls import AdapterCalls
 from lockstep.backends.vllm.collective_rpc import ExtensionClient, ExtensionView, collective_rpc
 from lockstep.backends.vllm.transport import VllmTransport
-from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.control.read_back import ReadBack
-from lockstep.tokens import Sampling
 from lockstep.tokens.errors import (
-    BadLogprob,
     Conflict,
     ContractError,
     EngineFailure,
@@ -145,8 +142,10 @@ class VllmAdmin(HttpAdmin):
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
         if not await self._is_paused():
-            budget = self._budgets.probe
-            scores = [await score(self._client, ids, adapter, budget) for ids in token_ids]
+            budget, transport = self._budgets.probe, VllmTransport(self._client.http, lockstep=False)
+            scores = [
+                await score(self._client, transport, ids, adapter, budget) for ids in token_ids
+            ]
         elif self.probes_while_paused and adapter is None:
             scores = await self._extension.probe(token_ids)
         else:
@@ -277,31 +276,3 @@ class VllmAdmin(HttpAdmin):
         response = await self._json(path, body, budget)
         if not response.get("message") or "error" in response:
             raise EngineFailure(f"{self.url} {path} failed: {response}")
-
-
-async def score(
-    client: AdminClient, token_ids: Sequence[int], adapter: str | None, budget: CallBudget
-) -> list[float]:
-    """Return the logprobs of every token after the first, from a server that is not paused."""
-    request = GenerateRequest(
-        prompt_ids=list(token_ids),
-        sampling=Sampling(max_tokens=1, logprobs=0, prompt_logprobs=0),
-        model=adapter,
-        # A fresh salt: a probe must not be served from prefixes cached under older weights.
-        cache_salt=uuid4().hex,
-        timeout=budget.attempt,
-    )
-    transport = VllmTransport(client.http, lockstep=False)
-
-    async def look_up() -> None:
-        return None  # scoring changes nothing: it may be repeated
-
-    (completion,) = await client.exactly_once(
-        "probe", lambda: transport.generate(request), look_up, budget
-    )
-    scores = [
-        None if entry is None else entry.logprob for entry in completion.prompt_logprobs or ()
-    ]
-    if None in scores[1:]:
-        raise BadLogprob(f"{client.url} probe: a prompt token has no logprob")
-    return [value for value in scores[1:] if value is not None]

@@ -138,6 +138,8 @@ async def _prove_weights(
             raise
         # The label is right but the weights are not, so they are loaded again.
         await _load_weights(worker, desired.checkpoint, desired.version or "")
+        if not worker.control.probes_while_paused:
+            await worker.control.resume()
         await prove(worker, reference, digest, require)
 
 
@@ -152,6 +154,8 @@ async def _sync_weights(worker: Worker, view: WorkerView, desired: Desired) -> N
 
 async def _go_back(worker: Worker, version: str) -> None:
     """Undo a commit that the fleet did not agree on."""
+    if not worker.control.stages:
+        await worker.control.pause("abort")
     with suppress(Conflict):
         await worker.control.rollback()
     held = (await worker.control.view()).version

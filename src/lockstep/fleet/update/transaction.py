@@ -161,6 +161,8 @@ class Transaction:
     async def _switch(self, staged: list[Worker]) -> list[Worker]:
         """Pause and commit. Workers that fail are quarantined."""
         self._paused_at = perf_counter()
+        # Requests that these get while paused would run on unproved weights during their probe.
+        self._hold_unprobed(staged)
         if self._paused_before is None:
             modes = {worker: self._mode_for(worker) for worker in staged}
             # With `wait`, running requests finish first. They are long on one worker and short on
@@ -200,13 +202,18 @@ class Transaction:
 
     async def _let_probe(self, workers: list[Worker]) -> None:
         """Resume, without traffic, the workers that cannot score a probe while paused."""
+        await run_phase(
+            "resume", self._hold_unprobed(workers), lambda worker: worker.control.resume(),
+            self._budget.resume, self._operation,
+        )  # fmt: skip
+
+    def _hold_unprobed(self, workers: list[Worker]) -> list[Worker]:
+        """Withhold requests from the workers that cannot score a probe while paused; return
+        them."""
         unprobed = [worker for worker in workers if not worker.control.probes_while_paused]
         for worker in unprobed:
             self._hold(worker, True)
-        await run_phase(
-            "resume", unprobed, lambda worker: worker.control.resume(),
-            self._budget.resume, self._operation,
-        )  # fmt: skip
+        return unprobed
 
     async def _resume(
         self, workers: list[Worker], resume_worker: Callable[[Worker], Awaitable[None]]
@@ -240,11 +247,15 @@ class Transaction:
             # reports the new version is, unless it served that label before the update.
             unknown = view.version is None and worker in self._swapped
             if unknown or view.version == self._version != worker.version:
+                if not worker.control.stages:
+                    # It loads the weights before, which needs a pause, and ran for its probe.
+                    await worker.control.pause("abort")
                 await worker.control.rollback()
 
         restored, failed = await run_phase(
             "rollback", remaining, roll_back, self._budget.commit, self._operation
         )
+        await self._let_probe(restored)
         same, wrong = await self._proof.prove_unchanged(restored, self._budget, self._operation)
         self._drop(failed | wrong, "it could not be rolled back")
         await self._resume(same, lambda worker: worker.control.resume())

@@ -28,7 +28,8 @@ class ReadBack(msgspec.Struct, frozen=True):
     `tensors` maps a name to the number of elements compared and the number that differ; `first` is
     the first difference. `unread` maps names of tensors that could not be read back to the reason.
     `absent` names tensors that another rank holds. `sizes` are the numbers of elements of whole
-    tensors, which all ranks together must have compared.
+    tensors, which all ranks together must have compared. With `whole_tensors`, tensors were compared
+    by checksums: all elements of one that differs count as different, and none is shown.
     """
 
     tensors: dict[str, tuple[int, int]] = {}
@@ -37,6 +38,7 @@ class ReadBack(msgspec.Struct, frozen=True):
     absent: tuple[str, ...] = ()
     sizes: dict[str, int] = {}
     seconds: float = 0.0
+    whole_tensors: bool = False
 
     @property
     def elements(self) -> int:
@@ -64,6 +66,12 @@ class ReadBack(msgspec.Struct, frozen=True):
         Example: "196608 of 417280 elements differ from the checkpoint, in 'a.weight', 'b.weight';
         the first: a.weight[0, 3] is 0.5, expected 0.25".
         """
+        if self.whole_tensors:
+            differing = self.differing
+            return (
+                f"{len(differing)} of {len(self.tensors)} tensors differ from the checkpoint by "
+                f"their checksums: {listed(differing)}"
+            )
         first = f"; the first: {self.first}" if self.first is not None else ""
         return (
             f"{self.different} of {self.elements} elements differ from the checkpoint, in "

@@ -29,7 +29,14 @@ from lockstep.protocol.common.sampling_mask import read_support
 from lockstep.protocol.json.base64_extract import ExtractedBody, extract_base64
 from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_versions, refuse_whitespace
-from lockstep.tokens import Completion, LogprobMode, PromptLogprob, Ranked, RoutedExperts
+from lockstep.tokens import (
+    Completion,
+    LogprobMode,
+    PromptLogprob,
+    Ranked,
+    RoutedExperts,
+    VersionSpan,
+)
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
     BadExperts,
@@ -121,7 +128,7 @@ def encode_sglang(
         "stream": stream,
     }
     optional = {
-        "rid": request.request_id,
+        "rid": None if request.request_id is None else rid_of(request.request_id),
         "lora_path": adapter,
         "extra_key": request.cache_salt,  # SGLang's field that isolates prefix-cache entries
         "priority": -request.priority or None,  # higher is sooner there
@@ -131,6 +138,15 @@ def encode_sglang(
     }
     body |= {name: value for name, value in optional.items() if value is not None}
     return ENCODER.encode(body)
+
+
+def rid_of(request_id: str) -> str:
+    """Return the id that SGLang gets for a request: no such id is the beginning of another.
+
+    SGLang aborts every request whose id starts with the given one, so that aborting "r1" would end
+    "r10" as well.
+    """
+    return f"{len(request_id)}:{request_id}"
 
 
 def _returns_support(request: GenerateRequest) -> bool:
@@ -183,6 +199,7 @@ class Meta(msgspec.Struct):
     finish_reason: FinishReason | str | None = None
     completion_tokens: int | None = None
     weight_version: str | int | None = None
+    weight_versions: list[VersionSpan] | None = None
     output_token_logprobs: list[LogprobItem | None] | None = None
     output_top_logprobs: list[list[LogprobItem] | None] | None = None
     input_token_logprobs: list[LogprobItem | None] | None = None
@@ -228,7 +245,7 @@ def decode_sglang(
         logprobs=logprobs,
         prompt_ids=request.prompt_ids,
         finish=finish,
-        versions=spans_of(None, version, len(ids)),
+        versions=spans_of(meta.weight_versions, version, len(ids)),
         logprob_mode=mode,
         temperature=request.sampling.temperature,
         shaping=request.sampling.shaping(),

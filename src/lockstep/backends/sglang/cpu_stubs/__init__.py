@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH of SGLang servers without a GPU: see `sitecustomize`."""
