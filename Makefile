@@ -85,9 +85,10 @@ INSTALL = PYTHON=$(PYTHON) $(if $(shell command -v flock),flock $(VENV)/.install
 environments: $(VENV)/.ready
 	@for script in scripts/install-*.sh; do echo "== $$script"; $(INSTALL) $$script || exit; done
 
-# Real vLLM and real Dynamo, each in an environment of its own.
+# Real vLLM, SGLang and Dynamo, each in an environment of its own.
 test-engines: $(VENV)/.ready
 	$(INSTALL) scripts/install-vllm.sh
+	$(INSTALL) scripts/install-sglang.sh
 	$(INSTALL) scripts/install-dynamo.sh
 	$(PYTEST) tests/engines --timeout 600
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs `lockstep check` against a server that it starts, and puts the table into docs/conformance.md.
 #
-#     scripts/conformance.sh [lockstep|moe|gateway|vllm|vllm-plain|dynamo]...     (lockstep unless given)
+#     scripts/conformance.sh [lockstep|moe|gateway|vllm|vllm-plain|sglang|dynamo]...     (lockstep unless given)
 #
-# vllm needs .venv-vllm, dynamo .venv-dynamo (scripts/install-vllm.sh, scripts/install-dynamo.sh).
+# vllm, sglang and dynamo need the environments of scripts/install-ENGINE.sh.
 # Everything listens on 127.0.0.1 and is stopped at the end. PYTHON is the python of Lockstep's own
 # environment (.venv unless set), and PRINT=1 prints the tables instead.
 set -euo pipefail
@@ -130,6 +130,16 @@ for which in "${@:-lockstep}"; do
         vllm_server "${extension[@]}"
         url="http://127.0.0.1:$VLLM_PORT"
         table "$which" "$url" --admin "$url" "${MUTATE[@]}"
+        ;;
+    sglang)
+        mutating
+        HF_HUB_OFFLINE=1 start "$PYTHON" -m lockstep serve tiny --engine sglang --json --port 0 \
+            --admin-port 0 --sessions memory -- --context-length 4096 --enable-lora \
+            --max-lora-rank 8 --lora-target-modules q_proj k_proj v_proj o_proj gate_proj up_proj \
+            down_proj
+        url="$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["workers"][0]["url"])' \
+            "$WORK/ready")"
+        table sglang "$url" --admin "$url" "${MUTATE[@]}"
         ;;
     dynamo)
         mutating

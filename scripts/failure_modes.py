@@ -82,6 +82,8 @@ MODES: dict[str, tuple[str, str]] = {
     "F65": ("exactness claimed on a CPU or GPU where it does not hold", "a self-test with the trainer's path; close mode is reported everywhere, with its reason"),
     "F66": ("a stop string ends the text, and the tokens behind it no longer fit it", "the engine ends with the token that completes it; ids and logprobs stay whole, the text is cut, streams hold back"),
     "F67": ("output constrained by a schema is scored as if it were unconstrained", "the completion says which grammar was on; its processed logprobs are after the mask and score again"),
+    "F68": ("an engine dies of an id outside the vocabulary, or of a truncated checkpoint", "both are checked before they are sent; a death is reported, and the server is restarted, brought to the accepted version and proved"),
+    "F69": ("an engine updates weights and keeps KV of the old ones under the new label (in-place pause)", "never used: requests are retracted and the cache is flushed, then the weights are proved"),
     "F71": ("logprobs are of another distribution than tokens were drawn from, without notice", "processed by default, stated on model card and completion with all options that shaped them; rescored bit for bit"),
     "F72": ("control reaches another worker than discovery meant, because an address is valid only on its own host", "a worker that advertises such an address is rejected, and a worker is accepted only if it confirms its id; the reason is in output and state"),
     "F73": ("a worker that lost its lease ends as if its command had been wrong, and no supervisor restarts it", "exit code 75; supervisors wait for its dependencies and restart it, and it is proved before it serves"),

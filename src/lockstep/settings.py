@@ -51,6 +51,7 @@ class Settings:
     LOCKSTEP_TLS_KEY         its key; for servers that require one
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
     LOCKSTEP_TRACE           1: send spans to an OpenTelemetry collector, as --trace does
+    LOCKSTEP_SGLANG_PYTHON   Python interpreter of the SGLang environment; default .venv-sglang
     LOCKSTEP_VERIFIERS       sessions: every verifiers train client in this process uses them
     LOCKSTEP_VLLM_PYTHON     Python interpreter of the vLLM environment; default .venv-vllm
     LOCKSTEP_VLLM_SKIP_REPAIRS  repairs that vLLM's worker extension skips, comma separated
@@ -76,6 +77,7 @@ class Settings:
     trace: bool = False
     verifiers: str | None = None
     vllm_python: str | None = None
+    sglang_python: str | None = None
     vllm_skip_repairs: str = ""
 
     @classmethod

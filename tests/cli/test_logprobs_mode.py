@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep import cli
+from lockstep.cli.serving.server_workers import LaunchedServers, RunningServers
 from lockstep.cli.serving.sources import EmbeddedWorkers
-from lockstep.cli.serving.vllm_workers import RunningVllm, VllmWorkers
 from lockstep.launch import interpreter
 
 
@@ -48,14 +48,14 @@ def test_embedded_workers_get_the_mode_that_was_chosen(sources: list[Any]) -> No
 def test_vllm_servers_compute_processed_ones_unless_told_otherwise(sources: list[Any]) -> None:
     assert run("tiny", "--engine", "vllm") == 0
     assert run("tiny", "--engine", "vllm", "--logprobs-mode", "raw") == 0
-    assert all(isinstance(source, VllmWorkers) for source in sources)
+    assert all(isinstance(source, LaunchedServers) for source in sources)
     assert [source.logprob_mode for source in sources] == ["processed", "raw"]
 
 
 def test_servers_that_run_already_are_what_the_caller_says(sources: list[Any]) -> None:
     url = ("--engine", "vllm", "--worker", "http://127.0.0.1:1")
     assert run("tiny", *url) == run("tiny", *url, "--logprobs-mode", "processed") == 0
-    assert all(isinstance(source, RunningVllm) for source in sources)
+    assert all(isinstance(source, RunningServers) for source in sources)
     assert [source.logprob_mode for source in sources] == [None, "processed"]
 
 

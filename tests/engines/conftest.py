@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import sglang_servers
+from tests.engines.sglang_servers import Sglang
 from tests.engines.vllm_servers import Slot, Vllm
 
 HERE = str(Path(__file__).parent)
@@ -32,6 +34,22 @@ def vllm_slot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slot]:
     slot = Slot(tmp_path_factory.mktemp("vllm"))
     yield slot
     slot.stop()
+
+
+@pytest.fixture(scope="session")
+def sglang(vllm_slot: Slot, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sglang]:
+    """A real SGLang server of a model with tied embeddings, with adapters switched on."""
+    require_sglang(vllm_slot)
+    running = Sglang.start(tmp_path_factory.mktemp("sglang"))
+    yield running
+    running.server.stop()
+
+
+def require_sglang(vllm_slot: Slot) -> None:
+    """Skip without SGLang's environment; else make room: no vLLM server runs beside it."""
+    if not sglang_servers.PYTHON.exists():
+        pytest.skip(f"{sglang_servers.PYTHON} is not there: run scripts/install-sglang.sh")
+    vllm_slot.stop()
 
 
 @pytest.fixture

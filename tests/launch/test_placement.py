@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.launch import vllm
 from lockstep.launch.gpus import Gpu
 from lockstep.launch.placement import (
     MemoryNeed,
@@ -22,7 +23,6 @@ from lockstep.launch.placement import (
     vllm_memory,
 )
 from lockstep.launch.supervisor import Supervisor
-from lockstep.launch.vllm import vllm_servers
 from lockstep.launch.workers import embedded_workers
 from lockstep.tokens.errors import BadRequest
 from tests.fleet.fakes import until
@@ -200,7 +200,7 @@ async def test_vllm_servers_see_a_group_each_also_after_a_restart(tmp_path: Path
     python, log = write_recorder(tmp_path / "environment")
     arguments = ("--tensor-parallel-size", "2")
     placement = place(2, vllm_group_size(arguments), None)
-    servers = vllm_servers("tiny", 2, python=python, arguments=arguments, placement=placement)
+    servers = vllm.servers("tiny", 2, python=python, arguments=arguments, placement=placement)
     await check_restart(servers, log, ["0,1", "2,3"])
 
 

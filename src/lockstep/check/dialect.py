@@ -10,6 +10,8 @@ from lockstep.backends.transport import TransportName
 from lockstep.protocol.dynamo.encode_chat import PLACEHOLDER
 
 Body = dict[str, Any]
+BEYOND = 2**31 - 1
+"""A token id outside every vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,10 @@ class RawDialect:
     """Option that makes a chat response include the ids of its prompt."""
     splits_choices: bool = False
     """Whether the transport never sends n > 1 in one request, although the route may accept it."""
+    rejected: Body | None = None
+    """Fields for which such a server rejects a request before it reaches the model. Known where it
+    dies of a token id outside the vocabulary; None where it does not.
+    """
 
     def body(self, model: str | None, ids: Any, *, max_tokens: int = 1, n: int = 1) -> Body:
         body = self.encode(model, ids, max_tokens, n)
@@ -105,5 +111,6 @@ DIALECTS: dict[TransportName, RawDialect] = {
         lambda _: None,
         lambda response: [response["output_ids"]] if "output_ids" in response else [],
         lambda response: _used(response, "meta_info"),
+        rejected={"token_ids_logprob": [BEYOND]},
     ),
 }  # fmt: skip

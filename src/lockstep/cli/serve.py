@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.backends.registry import EngineName, TransportName
+from lockstep.backends.registry import ENGINES, LAUNCHED, EngineName, TransportName
 from lockstep.cli.derived_flags import ModelArgument, with_flags
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.dns_workers import DnsWorkers
@@ -28,20 +28,23 @@ from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
 
+ENGINE_HELP = "; ".join(
+    f"{name}: {'the embedded engine' if name == 'lockstep' else f'{ENGINES[name].title} servers'}"
+    for name in LAUNCHED
+)
+
 
 @with_flags
 def serve(
     model: ModelArgument = "tiny",
-    vllm_args: Annotated[
-        list[str] | None, typer.Argument(help="Options for `vllm serve`, after --.")
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Argument(help="Options of the engine's own server command, after --."),
     ] = None,
-    engine: Annotated[
-        EngineName,
-        typer.Option(help="lockstep: the embedded engine; vllm: vLLM servers."),
-    ] = "lockstep",
+    engine: Annotated[EngineName, typer.Option(help=ENGINE_HELP)] = "lockstep",
     worker: Annotated[
         list[str] | None,
-        typer.Option(help="URL of a vLLM server that runs already; may be repeated."),
+        typer.Option(help="URL of a server of that engine that runs already; may be repeated."),
     ] = None,
     workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
     logprobs_mode: Annotated[
@@ -72,7 +75,7 @@ def serve(
     source = worker_source(
         model,
         EngineChoice(
-            engine, workers, tuple(worker or ()), tuple(vllm_args or ()), logprobs_mode, gpus=gpus
+            engine, workers, tuple(worker or ()), tuple(engine_args or ()), logprobs_mode, gpus=gpus
         ),
         (*mode, *shlex.split(worker_args)),
         arguments,

@@ -21,6 +21,9 @@ from lockstep.settings import Settings
 from lockstep.storage.api_keys import TINKER_PREFIX
 from lockstep.tokens.errors import BadRequest
 
+SAMPLERS = ("lockstep", "vllm")
+"""Engines on which adapters that are trained here were sampled and proved."""
+
 _engine_option = partial(typer.Option, rich_help_panel="Training and sampling")
 
 
@@ -77,6 +80,12 @@ def tinker(
 
     settings = Settings.read()
     _check(arguments, settings)
+    if engine not in SAMPLERS:
+        raise BadRequest(
+            f"--engine {engine} is not supported by lockstep tinker: expected "
+            f"{' or '.join(SAMPLERS)}",
+            param="engine",
+        )
     trainer = options(model=model)
     trainer.check()
     # The API's logprobs are the model's own, whatever the temperature.

@@ -5,26 +5,28 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 
 from lockstep.backends.registry import ENGINES
 from lockstep.doctor.check import Check
 
 SECONDS = 30.0
+NONE_SET: Mapping[str, str | None] = MappingProxyType({})
 VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 
 
-def optional_engines(vllm_python: str | None = None) -> Iterator[Check]:
+def optional_engines(pythons: Mapping[str, str | None] = NONE_SET) -> Iterator[Check]:
     """Check each engine that is installed apart from Lockstep.
 
-    `vllm_python` is LOCKSTEP_VLLM_PYTHON, the interpreter of vLLM's environment.
+    `pythons` are the interpreters of engines' environments, such as LOCKSTEP_VLLM_PYTHON, by the
+    names of the engines.
     """
     for name, engine in ENGINES.items():
         if engine.package is not None:
-            chosen = vllm_python if name == "vllm" else None
-            python = Path(chosen or f".venv-{name}/bin/python")
+            python = Path(pythons.get(name) or f".venv-{name}/bin/python")
             yield _in_environment(engine.title, engine.package, python, engine.install)
 
 

@@ -29,7 +29,10 @@ def examine() -> Iterator[Check]:
         yield host.port(number, option)
     yield host.run_directory()
     yield host.state_directory()
-    yield from engines.optional_engines(Settings.read().vllm_python)
+    settings = Settings.read()
+    yield from engines.optional_engines(
+        {"vllm": settings.vllm_python, "sglang": settings.sglang_python}
+    )
 
 
 def _computing() -> Iterator[Check]:

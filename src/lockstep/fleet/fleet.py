@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source
+from lockstep.checkpoint.probe import Probe
 from lockstep.fleet.fan_out import PhaseBudgets, run_or_quarantine, undo_nothing
 from lockstep.fleet.gate import WorkerGate
 from lockstep.fleet.leader import Leader
@@ -17,6 +18,7 @@ from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.state import FleetState
 from lockstep.fleet.update.adapter_changes import AdapterChanges
 from lockstep.fleet.update.new_weights import WeightReader
+from lockstep.fleet.update.proof import reference_of
 from lockstep.fleet.update.recovery import serve_again
 from lockstep.fleet.update.weight_update import WeightUpdate
 from lockstep.fleet.worker import Worker
@@ -111,6 +113,13 @@ class Fleet:
             await self._gate.bring_up(worker)
         else:
             self.replica.admit(worker)
+
+    def expect(self, probe: Probe | None) -> None:
+        """Require the first worker to reproduce a probe of the weights that workers start with.
+
+        Without it, the first worker's own logprobs are what later ones must reproduce.
+        """
+        self.state.expected = reference_of(probe)
 
     # Workers
 

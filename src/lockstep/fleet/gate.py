@@ -8,7 +8,7 @@ import msgspec
 
 from lockstep.backends.admin import WorkerView
 from lockstep.fleet.state import FleetState
-from lockstep.fleet.update.bring_up import bring_up
+from lockstep.fleet.update.bring_up import bring_up, check_first_weights
 from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
 from lockstep.fleet.worker import Worker
 from lockstep.storage.desired_state import Desired, Reference
@@ -85,6 +85,8 @@ class WorkerGate:
     async def _adopt(self, worker: Worker, view: WorkerView) -> Desired:
         """Make the first worker's own state the desired state, if there is none yet."""
         state = self._state
+        if state.expected is not None:
+            await check_first_weights(worker, state.expected)
         scores = await scores_of(worker, BUILTIN)
         async with state.operations.lock:
             if state.desired.version is None:

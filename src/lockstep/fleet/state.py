@@ -12,7 +12,7 @@ from lockstep.fleet.control.operations import Operations
 from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
-from lockstep.storage.desired_state import Desired
+from lockstep.storage.desired_state import Desired, Reference
 from lockstep.storage.protocols import ControlStore, Leadership
 from lockstep.tokens.errors import NotFound, Unavailable
 from lockstep.tokens.operation import RequiredProof
@@ -54,6 +54,8 @@ class FleetState:
         """Workers that discovery lists but the fleet rejected: id to reason."""
         self.leads = False
         """Whether this gateway may change the workers now. False until it has taken them over."""
+        self.expected: Reference | None = None
+        """The logprobs of the weights that workers start with, where known apart from them."""
         self._desired = Desired()
 
     @property

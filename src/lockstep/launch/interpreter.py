@@ -25,6 +25,7 @@ class EngineInstall(NamedTuple):
 
 
 VLLM = EngineInstall("vLLM", "LOCKSTEP_VLLM_PYTHON", "vllm and lockstep-rl")
+SGLANG = EngineInstall("SGLang", "LOCKSTEP_SGLANG_PYTHON", "sglang")
 DYNAMO = EngineInstall("Dynamo", "--python", "ai-dynamo and lockstep-rl[engine]", "dynamo")
 
 

@@ -33,18 +33,18 @@ ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 STUBS = Path(next(iter(cpu_stubs.__path__)))
 CPU_FLAGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32",
-    # Of the machine's memory. By default SGLang would take most of it.
+    # By default SGLang would take most of the machine's memory.
     "--mem-fraction-static", "0.1", "--max-total-tokens", "16384",
     "--disable-overlap-schedule", "--disable-cuda-graph",
 )  # fmt: skip
 CPU_LORA_FLAGS = ("--lora-backend", "torch_native")
 
 
-def sglang_servers(
+def servers(
     model: str,
     count: int,
     *,
-    logprob_mode: LogprobMode,
+    logprob_mode: LogprobMode = "processed",
     arguments: Sequence[str] = (),
     **options: Any,
 ) -> Supervisor:
@@ -69,7 +69,7 @@ def command(
     """Return the command that starts the server. Options in `arguments` override the defaults."""
     path, name = model_path_and_name(model)
     host, _, number = port.rpartition(":")
-    cpu_flags = CPU_FLAGS if cpu else ()
+    cpu_flags: tuple[str, ...] = CPU_FLAGS if cpu else ()
     if cpu and "--enable-lora" in arguments:
         cpu_flags += CPU_LORA_FLAGS
     return [
@@ -77,6 +77,7 @@ def command(
         "--host", host or "127.0.0.1", "--port", number,
         "--model-path", path,
         "--served-model-name", name,
+        "--log-level", "warning",
         *cpu_flags,
         *arguments,
     ]  # fmt: skip

@@ -20,6 +20,7 @@ from lockstep.launch.engine_server import (
     run_server,
 )
 from lockstep.launch.supervisor import Supervisor
+from lockstep.tokens import LogprobMode
 
 MODULE = "lockstep.launch.vllm"
 EXTENSION = "lockstep.backends.vllm.extension.worker.LockstepWorker"
@@ -27,8 +28,13 @@ TRANSFER = '{"backend": "lockstep"}'
 RESERVED = ("--host", "--port", "--model", "--weight-transfer-config")
 
 
-def vllm_servers(
-    model: str, count: int, *, arguments: Sequence[str] = (), **options: Any
+def servers(
+    model: str,
+    count: int,
+    *,
+    logprob_mode: LogprobMode = "processed",
+    arguments: Sequence[str] = (),
+    **options: Any,
 ) -> Supervisor:
     """Return a supervisor of `count` vLLM servers of `model`.
 
@@ -36,7 +42,8 @@ def vllm_servers(
     count below 1, or an option that Lockstep sets itself.
     """
     check_arguments(arguments)
-    return engine_servers(MODULE, model, count, arguments=arguments, **options)
+    mode = ("--logprobs-mode", f"{logprob_mode}_logprobs")
+    return engine_servers(MODULE, model, count, arguments=(*mode, *arguments), **options)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:

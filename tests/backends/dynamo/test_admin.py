@@ -298,5 +298,5 @@ async def test_auto_recognises_a_dynamo_worker_and_requires_its_routes() -> None
         admin = await open_admin(server.url, routes=ROUTES, budgets=QUICK)
         assert admin.name == "dynamo"
         await admin.close()
-    with pytest.raises(BadRequest, match="'sglang'"):
-        await open_admin("http://x", backend="sglang")  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="'nope'"):
+        await open_admin("http://x", backend="nope")  # type: ignore[arg-type]

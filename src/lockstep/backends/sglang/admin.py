@@ -24,8 +24,8 @@ from lockstep.backends.reload_weights import ReloadedWeights
 from lockstep.backends.scoring import score
 from lockstep.backends.sglang.adapter_calls import SglangAdapterCalls
 from lockstep.backends.sglang.assembled import AssembledCheckpoint
-from lockstep.backends.sglang.held_weights import HeldWeights, compare
-from lockstep.backends.sglang.server import SERVER_INFO, ServerInfo, decode_server_info
+from lockstep.backends.sglang.held_weights import HeldComparison, compare
+from lockstep.backends.sglang.server import SERVER_INFO, StartArguments, decode_server_info
 from lockstep.backends.sglang.transport import SglangTransport
 from lockstep.protocol.control.read_back import ReadBack
 from lockstep.tokens.errors import (
@@ -81,7 +81,7 @@ class SglangAdmin(HttpAdmin):
         self._adapters = SglangAdapterCalls(self._client, self._budgets)
         self._assembled: AssembledCheckpoint | None = None
         self._incarnation: str | None = None
-        self._held: tuple[tuple[Path, tuple[tuple[str, str], ...]], HeldWeights] | None = None
+        self._held: tuple[tuple[Path, tuple[tuple[str, str], ...]], HeldComparison] | None = None
 
     async def view(self) -> WorkerView:
         await self._notice_restart()
@@ -147,7 +147,9 @@ class SglangAdmin(HttpAdmin):
                 "traffic to probe it",
                 param="probe",
             )
-        budget, transport = self._budgets.probe, SglangTransport(self._client.http)
+        budget = self._budgets.probe
+        # A new one: an adapter that was just loaded is not in the model list of an older one.
+        transport = SglangTransport(self._client.http)
         scores = [await score(self._client, transport, ids, adapter, budget) for ids in token_ids]
         check_scores(scores, token_ids, f"{self.url} probe")
         return scores
@@ -230,7 +232,7 @@ class SglangAdmin(HttpAdmin):
                 f"({error.message.strip()}): pause it with abort or keep"
             ) from None
 
-    async def _compare(self, info: ServerInfo) -> HeldWeights | None:
+    async def _compare(self, info: StartArguments) -> HeldComparison | None:
         """Compare checksums to the checkpoint it should hold; None where that is not possible."""
         await self.view()
         source = self._reloads.source
@@ -279,7 +281,7 @@ class SglangAdmin(HttpAdmin):
         fields = self._client.decode_object(raw, MODEL_INFO)
         return self._client.convert(_ModelInfo, fields, MODEL_INFO)
 
-    async def _server_info(self) -> ServerInfo:
+    async def _server_info(self) -> StartArguments:
         return decode_server_info(await self._client.get(SERVER_INFO, self._budgets.quick))
 
     async def _confirmed(self, path: str, body: object, budget: CallBudget) -> dict[str, Any]:

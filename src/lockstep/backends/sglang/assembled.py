@@ -25,7 +25,7 @@ class AssembledCheckpoint:
 
     @classmethod
     def of(cls, directory: Path, url: str) -> AssembledCheckpoint:
-        """Return a checkpoint for the server at `url`: as it is, or assembled from slices or deltas.
+        """Return a checkpoint for the server at `url`; one in slices or a delta is assembled.
 
         A checkpoint is assembled where this process runs, so the server must run there too. Raises
         UnsupportedField for another host, and CheckpointError for a broken checkpoint.

@@ -39,15 +39,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldWeights:
-    """Result of a comparison. `digest` identifies the checkpoint; None unless all of it was compared
-    and is held."""
+class HeldComparison:
+    """Result of a comparison. `digest` identifies the checkpoint; None unless all of it is held."""
 
     report: ReadBack
     digest: str | None
 
 
-def compare(directory: Path, dtype: str, checksums: Mapping[str, str]) -> HeldWeights:
+def compare(directory: Path, dtype: str, checksums: Mapping[str, str]) -> HeldComparison:
     """Compare a server's checksums to a checkpoint. `dtype` is what the server computes in.
 
     Raises CheckpointError for a directory that cannot be read.
@@ -61,9 +60,7 @@ def compare(directory: Path, dtype: str, checksums: Mapping[str, str]) -> HeldWe
         if not names:
             unread[parameter] = "no tensor of the checkpoint is known to belong to it"
             continue
-        unknown = [
-            name for name in names if (reader.tensors[name].dtype, dtype) not in CONVERSIONS
-        ]
+        unknown = [name for name in names if (reader.tensors[name].dtype, dtype) not in CONVERSIONS]
         if unknown:
             unread |= {name: _unknown_dtype(reader, name, dtype) for name in names}
             continue
@@ -78,7 +75,7 @@ def compare(directory: Path, dtype: str, checksums: Mapping[str, str]) -> HeldWe
         tensors, None, unread, seconds=round(perf_counter() - began, 3), whole_tensors=True
     )
     is_held = report.is_complete and not report.different
-    return HeldWeights(report, combined(digests(reader)) if is_held else None)
+    return HeldComparison(report, combined(digests(reader)) if is_held else None)
 
 
 def _sources(parameter: str, reader: CheckpointReader) -> tuple[str, ...]:
@@ -118,19 +115,17 @@ def _unknown_dtype(reader: CheckpointReader, name: str, dtype: str) -> str:
     return f"{reader.tensors[name].dtype} was converted to {dtype}, which is not repeated here"
 
 
-def _widened(part: Bytes) -> npt.NDArray[np.generic]:
-    return part.view("<u2").astype("<u4") << 16
+def _widened(part: Bytes) -> npt.NDArray[np.uint32]:
+    return part.view(np.uint16).astype(np.uint32) << np.uint32(16)
 
 
-def _rounded(part: Bytes) -> npt.NDArray[np.generic]:
+def _rounded(part: Bytes) -> npt.NDArray[np.uint16]:
     """Return float32 as bfloat16, rounded to nearest, ties to even."""
-    bits = part.view("<u4").astype("<u8")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    bits = part.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-CONVERSIONS: Mapping[
-    tuple[str, str], Callable[[Bytes], npt.NDArray[np.generic]] | None
-] = {
+CONVERSIONS: Mapping[tuple[str, str], Callable[[Bytes], npt.NDArray[np.generic]] | None] = {
     ("F32", "float32"): None,
     ("BF16", "bfloat16"): None,
     ("F16", "float16"): None,

@@ -23,7 +23,7 @@ QUESTION = msgspec.json.encode(
 RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 
 
-class ServerInfo(msgspec.Struct):
+class StartArguments(msgspec.Struct):
     """The arguments that the server was started with, which weight updates do not change, and the
     seconds that the parts of its start took."""
 
@@ -49,8 +49,8 @@ async def vocabulary_size(http: HttpClient) -> int | None:
     try:
         await http.post(GENERATE, QUESTION)
     except BadRequest as rejection:
-        found = RANGE.search(rejection.message)
-        return None if found is None else int(found[1])
+        match = RANGE.search(rejection.message)
+        return None if match is None else int(match[1])
     return None
 
 
@@ -70,7 +70,9 @@ class ServedNames:
         listed = [card.id for card in cards if card.parent is None and Path(card.id).is_absolute()]
         names: dict[str | None, str] = {name: await self._name(name) for name in listed}
         return [
-            replace(card, id=names.get(card.id, card.id), parent=names.get(card.parent, card.parent))
+            replace(
+                card, id=names.get(card.id, card.id), parent=names.get(card.parent, card.parent)
+            )
             for card in cards
         ]
 
@@ -81,9 +83,9 @@ class ServedNames:
         return self._started_with[listed]
 
 
-def decode_server_info(body: bytes | bytearray) -> ServerInfo:
+def decode_server_info(body: bytes | bytearray) -> StartArguments:
     """Return what the server reports of its arguments; the defaults where it is no such report."""
     try:
-        return msgspec.json.decode(body, type=ServerInfo)
+        return msgspec.json.decode(body, type=StartArguments)
     except msgspec.DecodeError:
-        return ServerInfo()
+        return StartArguments()

@@ -7,8 +7,8 @@ from contextlib import aclosing
 import msgspec
 
 from lockstep.backends.repeated_choices import RepeatedChoices
-from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.backends.sglang.server import BEYOND, GENERATE, ServedNames, vocabulary_size
+from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.json.base64_extract import Base64Extractor
@@ -85,6 +85,10 @@ class SglangTransport(RepeatedChoices):
             self._vocabulary = await vocabulary_size(self._http) or BEYOND
         check_ids(as_list(request.prompt_ids), self._vocabulary, "prompt_ids")
 
+    @property
+    def _last_id(self) -> int | None:
+        return None if self._vocabulary is None else self._vocabulary - 1
+
     async def _generate(
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> Completion:
@@ -93,12 +97,15 @@ class SglangTransport(RepeatedChoices):
             GENERATE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
         reading = self._reading(request, card, index)
-        return await self._decode(decode_sglang, response, reading, self._layout)
+        return await self._decode(
+            decode_sglang, response, reading, self._layout, last_id=self._last_id
+        )
 
     async def _follow(
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> CompletionStream:
-        decoder = SglangStreamDecoder(self._reading(request, card, index), self._layout)
+        reading = self._reading(request, card, index)
+        decoder = SglangStreamDecoder(reading, self._layout, self._last_id)
         body = self._encode(request, card, stream=True)
         events = self._http.events(GENERATE, body, timeout=request.timeout, headers=request.headers)
         async with aclosing(events):

@@ -67,6 +67,7 @@ class AdapterCalls:
     async def load(self, name: str, path: Path, label: str | None) -> str:
         """Load an adapter, or swap it in place. Raises AdapterError. The caller must drop cached
         prefixes."""
+
         async def load() -> ModelCard | None:
             raw = await self._post(self._load, self._load_body(name, path))
             self._check_success(self._load, raw)

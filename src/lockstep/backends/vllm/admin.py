@@ -16,7 +16,7 @@ from lockstep.backends.admin import (
     WeightContents,
     WorkerView,
 )
-from lockstep.backends.admin_client import AdminClient, AdminOptions, CallBudget, HttpAdmin
+from lockstep.backends.admin_client import AdminOptions, CallBudget, HttpAdmin
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import ReloadedWeights
 from lockstep.backends.scoring import score
@@ -142,7 +142,10 @@ class VllmAdmin(HttpAdmin):
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
         if not await self._is_paused():
-            budget, transport = self._budgets.probe, VllmTransport(self._client.http, lockstep=False)
+            budget, transport = (
+                self._budgets.probe,
+                VllmTransport(self._client.http, lockstep=False),
+            )
             scores = [
                 await score(self._client, transport, ids, adapter, budget) for ids in token_ids
             ]

@@ -1,4 +1,4 @@
-"""The engine of a command's workers: the embedded one, or vLLM."""
+"""The engine of a command's workers: the embedded one, or servers of another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.backends.registry import EngineName
+from lockstep.backends.registry import LAUNCHED, EngineName
 from lockstep.cli.extras import require_extra
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.sources import EmbeddedWorkers, WorkerSource
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 class EngineChoice:
     """An engine, and the number of workers to start with it.
 
-    `urls` are vLLM servers that run already, `vllm_args` are options of servers to start.
+    `urls` are servers of the engine that run already, `engine_args` are options of servers to
+    start.
     `adapters` says that adapters are loaded and unloaded while workers sample. `gpus` is the value
     of `--gpus`; None: all visible ones.
     """
@@ -34,7 +35,7 @@ class EngineChoice:
     engine: EngineName
     count: int
     urls: tuple[str, ...] = ()
-    vllm_args: tuple[str, ...] = ()
+    engine_args: tuple[str, ...] = ()
     logprob_mode: LogprobMode | None = None
     adapters: bool = False
     gpus: str | None = None
@@ -52,11 +53,12 @@ def worker_source(
     Raises BadRequest for options of the other engine and for GPUs that cannot hold the workers,
     and UnknownModel.
     """
-    if choice.engine == "vllm":
-        return _vllm(model, choice, arguments, settings)
-    if choice.urls or choice.vllm_args:
+    if choice.engine != "lockstep":
+        return _servers(model, choice, arguments, settings)
+    if choice.urls or choice.engine_args:
+        others = " or ".join(f"--engine {name}" for name in LAUNCHED if name != "lockstep")
         raise BadRequest(
-            "--worker and options after -- are for vLLM servers: add --engine vllm",
+            f"--worker and options after -- are for servers of another engine: add {others}",
             param="engine",
         )
     config = (bundled(model) or Path(model)) / "config.json"
@@ -94,11 +96,11 @@ def _embedded_placement(
     return placement
 
 
-def _vllm(
+def _servers(
     model: str, choice: EngineChoice, arguments: GatewayArguments, settings: Settings
 ) -> WorkerSource:
-    from lockstep.cli.serving.vllm_workers import RunningVllm, VllmWorkers
-    from lockstep.launch.interpreter import VLLM, find_python
+    from lockstep.cli.serving.server_workers import LaunchedServers, RunningServers
+    from lockstep.launch.interpreter import SGLANG, VLLM, find_python
 
     if choice.urls:
         if choice.gpus is not None:
@@ -107,32 +109,52 @@ def _vllm(
                 "--worker",
                 param="gpus",
             )
-        return RunningVllm(
-            choice.urls, settings.worker_api_key, choice.logprob_mode, choice.adapters
-        )
-    if any(argument.partition("=")[0] == "--logprobs-mode" for argument in choice.vllm_args):
+        return RunningServers(
+            choice.engine, choice.urls, settings.worker_api_key, choice.logprob_mode,
+            choice.adapters,
+        )  # fmt: skip
+    if any(argument.partition("=")[0] == "--logprobs-mode" for argument in choice.engine_args):
         raise BadRequest(
             "--logprobs-mode is after --: pass it to lockstep serve, before --, because responses "
             "must state which logprobs they hold",
             param="logprobs_mode",
         )
-    python = find_python(VLLM, settings.vllm_python)
-    return VllmWorkers(
+    vllm = choice.engine == "vllm"
+    if not vllm and choice.gpus not in (None, "none"):
+        raise BadRequest(
+            f"--gpus {choice.gpus} is not supported with --engine sglang: start each server with "
+            "CUDA_VISIBLE_DEVICES set, and give their URLs with --worker",
+            param="gpus",
+        )
+    python = (
+        find_python(VLLM, settings.vllm_python)
+        if vllm
+        else find_python(SGLANG, settings.sglang_python)
+    )
+    return LaunchedServers(
+        choice.engine,
         model,
         choice.count,
-        choice.vllm_args,
+        choice.engine_args,
         python,
         arguments.gateway.drain_seconds,
         choice.logprob_mode or "processed",
-        _vllm_placement(choice, python),
+        _vllm_placement(choice, python) if vllm else None,
+        check_model=not vllm and _is_sglang_for_cpu(python),
     )
+
+
+def _is_sglang_for_cpu(python: Path) -> bool:
+    from lockstep.launch.sglang import is_for_cpu
+
+    return is_for_cpu(str(python))
 
 
 def _vllm_placement(choice: EngineChoice, python: Path) -> Placement | None:
     from lockstep.launch.placement import place, vllm_group_size, vllm_memory
     from lockstep.launch.vllm import is_for_cpu
 
-    size = vllm_group_size(choice.vllm_args)
+    size = vllm_group_size(choice.engine_args)
     if size == 0 and choice.gpus not in (None, "none"):
         raise BadRequest(
             f"--gpus {choice.gpus} has no effect with --distributed-executor-backend ray, which "
@@ -143,7 +165,7 @@ def _vllm_placement(choice: EngineChoice, python: Path) -> Placement | None:
         return None
     placement = place(choice.count, size, choice.gpus)
     if placement is not None:
-        placement.check_memory(vllm_memory(choice.vllm_args))
+        placement.check_memory(vllm_memory(choice.engine_args))
     elif choice.count > 1 and choice.gpus is None:
         log.warning(
             "%d vLLM servers see the same devices: this machine has no nvidia-smi to list its "

@@ -106,6 +106,21 @@ async def prove(
         worker.closeness = verdict.closeness
 
 
+async def check_first_weights(worker: Worker, reference: Reference) -> None:
+    """Raise Disproved unless a worker that nothing was loaded into yet computes as the reference
+    does."""
+    if not worker.control.probes_while_paused:
+        await worker.control.resume()
+    contents = await contents_of(worker, None)
+    scores = await scores_of(worker, reference.sequences)
+    verdict = judge(scores, reference, Witness(dtype=contents.dtype, same=True))
+    worker.judge(verdict.evidence)
+    if verdict.error is not None:
+        raise verdict.error.with_message(
+            f"it does not compute this model as its files say: {verdict.error.message}"
+        )
+
+
 async def _prove_adapter(worker: Worker, name: str, spec: AdapterSpec) -> None:
     report = await read_back_of(worker, name, Path(spec.path))
     if report is not None and report.different:

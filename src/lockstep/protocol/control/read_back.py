@@ -28,7 +28,7 @@ class ReadBack(msgspec.Struct, frozen=True):
     `tensors` maps a name to the number of elements compared and the number that differ; `first` is
     the first difference. `unread` maps names of tensors that could not be read back to the reason.
     `absent` names tensors that another rank holds. `sizes` are the numbers of elements of whole
-    tensors, which all ranks together must have compared. With `whole_tensors`, tensors were compared
+    tensors, which all ranks together must have compared. With `whole_tensors`, they were compared
     by checksums: all elements of one that differs count as different, and none is shown.
     """
 

@@ -219,10 +219,15 @@ DECODER = msgspec.json.Decoder(SglangResponse)
 
 
 def decode_sglang(
-    body: bytes | bytearray | ExtractedBody, reading: Reading, layout: Layout | None = None
+    body: bytes | bytearray | ExtractedBody,
+    reading: Reading,
+    layout: Layout | None = None,
+    last_id: int | None = None,
 ) -> Completion:
     """Return the completion of a whole response for one choice, or of the last event of a
     stream.
+
+    `last_id` is the largest id of the vocabulary, which SGLang calls 0 in prompt logprobs.
     """
     extracted = extract_base64(body)
     response = decode_response(DECODER, extracted.json)
@@ -253,7 +258,7 @@ def decode_sglang(
         request_id=request.request_id or meta.id or "",
         stop_token=stop_token_of(named, finish, ids, request),
         top_logprobs=_tops(meta.output_top_logprobs, request.sampling.logprobs),
-        prompt_logprobs=_prompt(meta, request),
+        prompt_logprobs=_prompt(meta, request, last_id),
         worker=reading.worker,
         adapter=reading.adapter,
         experts=_experts(meta.routed_experts, extracted, layout, request, len(ids)),
@@ -265,8 +270,10 @@ def decode_sglang(
 class SglangStreamDecoder:
     """Decoder of a stream of cumulative events; the last one is the whole response."""
 
-    def __init__(self, reading: Reading, layout: Layout | None = None) -> None:
-        self._reading, self._layout = reading, layout
+    def __init__(
+        self, reading: Reading, layout: Layout | None = None, last_id: int | None = None
+    ) -> None:
+        self._reading, self._layout, self._last_id = reading, layout, last_id
         self._seen = 0
         self._last: bytes | bytearray = b""
 
@@ -288,7 +295,7 @@ class SglangStreamDecoder:
     def finish(self) -> list[Completion]:
         if not self._last:
             raise MissingFinish("the stream ended without a single event")
-        return [decode_sglang(self._last, self._reading, self._layout)]
+        return [decode_sglang(self._last, self._reading, self._layout, self._last_id)]
 
 
 def sampled(
@@ -332,7 +339,9 @@ def _ranked(items: list[LogprobItem], top: int) -> tuple[Ranked, ...]:
     )
 
 
-def _prompt(meta: Meta, request: GenerateRequest) -> list[PromptLogprob | None] | None:
+def _prompt(
+    meta: Meta, request: GenerateRequest, last_id: int | None
+) -> list[PromptLogprob | None] | None:
     top = request.sampling.prompt_logprobs
     if top is None:
         return None
@@ -343,7 +352,8 @@ def _prompt(meta: Meta, request: GenerateRequest) -> list[PromptLogprob | None] 
     result: list[PromptLogprob | None] = [None]
     for at in range(1, len(entries)):
         value, token = (entries[at] or (None, None))[:2]
-        if token is not None and token != request.prompt_ids[at]:
+        is_clipped = token == 0 and request.prompt_ids[at] == last_id
+        if token is not None and token != request.prompt_ids[at] and not is_clipped:
             raise Misaligned(
                 f"the prompt logprob at position {at} names token {token}, but the id there is "
                 f"{request.prompt_ids[at]}"

@@ -3,7 +3,7 @@
 Python imports this module at its start in every process of the server, because `lockstep.launch`
 puts its folder on PYTHONPATH. `sgl_kernel` and `torchvision` have no build for CPUs that the server
 needs: attributes of both exist, and calling one of `sgl_kernel` raises NotImplementedError. Tensor
-constructors lose `pin_memory`, which torch refuses without an accelerator and SGLang's adapters set.
+constructors lose `pin_memory`, which SGLang sets for adapters and torch refuses without a GPU.
 
 It imports nothing of Lockstep, which SGLang's environment does not have.
 """
@@ -42,7 +42,7 @@ class Kernel(Empty):
 class StubModule(types.ModuleType):
     """A module in which every name is a stand-in, made when it is first used."""
 
-    __path__: list[str] = []
+    __path__ = []  # noqa: RUF012 (an instance variable of the base class)
     __version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> Any:
@@ -80,11 +80,10 @@ class Unpin(importlib.abc.MetaPathFinder):
         if name != "sglang":
             return
         sys.meta_path.remove(self)
-        import torch
-
+        torch: Any = importlib.import_module("torch")
         for constructor in PINNED:
             setattr(torch, constructor, _without_pin_memory(getattr(torch, constructor)))
-        torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+        torch.Tensor.pin_memory = lambda self, *_, **__: self
 
 
 def _without_pin_memory(make: Callable[..., Any]) -> Callable[..., Any]:
