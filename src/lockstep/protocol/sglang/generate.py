@@ -48,6 +48,7 @@ from lockstep.tokens.errors import (
     UnsupportedField,
 )
 from lockstep.tokens.grammar import Grammar, GrammarKind
+from lockstep.tokens.support import Support
 
 ENCODER = msgspec.json.Encoder()
 Layout = tuple[int, int]
@@ -239,7 +240,7 @@ def decode_sglang(
         raise error_of(reason.status_code, ENCODER.encode({"message": reason.message}))
     finish = finish_of(kind)
     ids, logprobs = sampled(response, request, stopped=finish == "stop")
-    mode, support = reading.logprob_mode, read_support(meta.output_token_sampling_mask)
+    mode, support = reading.logprob_mode, _support(meta)
     if support is not None and meta.output_token_sampling_logprobs is not None:
         # Only these are normalised over the support: the others are of the whole vocabulary.
         logprobs, mode = meta.output_token_sampling_logprobs, "processed"
@@ -321,6 +322,12 @@ def sampled(
     if echo is not None and echo != ids and not (stopped and echo == ids[:-1]):
         raise Misaligned(f"output_ids has {len(echo)} ids that are not the {len(ids)} of meta_info")
     return ids, [math.nan if entry[0] is None else entry[0] for entry in pairs]
+
+
+def _support(meta: Meta) -> Support | None:
+    """Return the sets that tokens were drawn from. SGLang does not sort them."""
+    mask = meta.output_token_sampling_mask
+    return None if mask is None else read_support([sorted(row) for row in mask])
 
 
 def _tops(
