@@ -168,7 +168,7 @@ def test_the_conformance_check_does_not_kill_the_server(served: Served) -> None:
         assert "was not sent" in findings[name]["evidence"]
     broken = {name for name, row in findings.items() if row["verdict"] == "fail"}
     contract = {name for name in broken if name.startswith(("tokens.", "scores.", "versions."))}
-    # SGLang ignores seeds, by which the first three rows repeat a draw, and the demand of a version.
+    # SGLang ignores seeds, by which the first three repeat a draw, and the demand of a version.
     assert contract <= {"tokens.stream", "scores.seed", "scores.batch", "versions.demand"}
     (after,) = served.processes("sglang.launch_server --host")
     assert before.pid == after.pid
