@@ -16,7 +16,7 @@ if [ -f "$ready" ] && cmp -s "$wanted" "$ready"; then
     exit 0
 fi
 rm -f "$ready"
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" --no-deps --requirement "$wanted"
 PYTHONPATH=src/lockstep/backends/sglang/cpu_stubs SGLANG_USE_CPU_ENGINE=1 \

@@ -1,1 +1,1 @@
-"""Starting and supervising processes: embedded workers, vLLM and SGLang servers, a Dynamo deployment."""
+"""Starting and supervising processes: workers, vLLM and SGLang servers, a Dynamo deployment."""
