@@ -2,7 +2,7 @@
 
 A block of `console` or `python` is run. A comment on the line above it says otherwise:
 
-    <!-- needs: vllm -->            run with the engines' suite (also dynamo), or with the
+    <!-- needs: vllm -->            run with the engines' suite (also sglang, dynamo), or the
                                     trainers' (tinker, trl, verifiers), the agents', or the
                                     scale-out suite (postgres, ray)
     <!-- not run: the reason -->    shown only

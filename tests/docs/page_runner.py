@@ -42,7 +42,7 @@ SHORTER = {
                               "prompts = 64": "prompts = 2"},
     "examples/verifiers/run.toml": {"steps = 5": "steps = 1", "groups = 4": "groups = 1"},
 }  # fmt: skip
-LINKED = ("scripts", ".venv-vllm", ".venv-dynamo")
+LINKED = ("scripts", ".venv-vllm", ".venv-sglang", ".venv-dynamo")
 COMMAND_SECONDS = 120.0
 READY_SECONDS = 180.0
 WATCHED_SECONDS = 2.0

@@ -9,7 +9,7 @@ MOST_NOT_RUN = 9
 # Never there when tests run.
 ABSENT = ("needs a GPU", "needs a Ray cluster", "needs Docker", "needs Kubernetes",
           "needs Phoenix", "needs vLLM beside the SDK")  # fmt: skip
-ENGINES = ("vllm", "dynamo", "agents", "tinker", "trl", "verifiers", "postgres", "ray")
+ENGINES = ("vllm", "sglang", "dynamo", "agents", "tinker", "trl", "verifiers", "postgres", "ray")
 
 
 def test_commands_that_other_tests_run_are_run_there() -> None:

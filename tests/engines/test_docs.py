@@ -19,10 +19,11 @@ from tests.engines.vllm_servers import Slot
 
 pytestmark = pytest.mark.timeout(900)
 ENGINES = ("vllm", "dynamo")
+"""Engines that README has a block for."""
 README = "README.md"
 CASES = [
     (page, engine)
-    for engine in ENGINES
+    for engine in (*ENGINES, "sglang")
     for page in pages()
     if page != README and runnable(page, engine)
 ]
