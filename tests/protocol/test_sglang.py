@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.protocol.sglang.generate import SglangStreamDecoder, decode_sglang, encode_sglang
+from lockstep.protocol.sglang.generate import (
+    SglangStreamDecoder,
+    decode_sglang,
+    encode_sglang,
+    rid_of,
+)
 from lockstep.tokens.errors import (
     BadExperts,
     BadLogprob,
@@ -103,6 +108,52 @@ def test_supports_bring_the_logprobs_that_belong_to_them() -> None:
     assert completion.support is not None
     assert completion.support.lists() == masks
     assert (completion.logprobs, completion.logprob_mode) == (own, "processed")
+
+
+@pytest.mark.failure_mode("F16")
+@pytest.mark.failure_mode("F100")
+def test_alternatives_are_normalised_over_the_set_they_could_have_been_drawn_from() -> None:
+    """SGLang's are over the whole vocabulary, and its sets are not sorted."""
+    tops = [[[-0.5, 11, None], [-0.75, 40, None], [-1.0, 7, None]], [[-0.25, 12, None]]]
+    body = sglang_body(
+        output_top_logprobs=tops,
+        output_token_sampling_mask=[[40, 11], [12]],
+        output_token_sampling_logprobs=[-0.25, 0.0],
+    )
+    completion = decode_sglang(body, reading(sampling={"top_k": 5, "logprobs": 3}))
+    assert completion.support is not None
+    assert completion.support.lists() == [[11, 40], [12]]
+    listed = [[(one.token_id, one.logprob) for one in top] for top in completion.top_logprobs or ()]
+    assert listed == [[(11, -0.25), (40, -0.5)], [(12, 0.0)]]
+
+
+def test_spans_of_versions_are_the_server_s() -> None:
+    spans = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
+    completion = decode_sglang(sglang_body(weight_versions=spans), reading())
+    assert [(span.version, span.start, span.end) for span in completion.versions] == [
+        ("a", 0, 1),
+        ("b", 1, 2),
+    ]
+
+
+def test_the_last_id_of_the_vocabulary_may_be_named_0_in_prompt_logprobs() -> None:
+    context = reading(sampling={"prompt_logprobs": 0})
+    body = sglang_body(input_token_logprobs=[[None, 5, None], [-1.0, 6, None], [-2.0, 0, None]])
+    completion = decode_sglang(body, context, last_id=7)
+    assert [entry and entry.logprob for entry in completion.prompt_logprobs or ()] == [
+        None,
+        -1.0,
+        -2.0,
+    ]
+    with pytest.raises(Misaligned, match="names token 0, but the id there is 7"):
+        decode_sglang(body, context, last_id=511)
+
+
+@pytest.mark.failure_mode("F45")
+def test_no_id_that_is_sent_is_the_beginning_of_another() -> None:
+    names = ["r1", "r10", "1", "11", "2:r1", "", "12345678901"]
+    sent = [rid_of(name) for name in names]
+    assert not [(a, b) for a in sent for b in sent if a != b and b.startswith(a)]
 
 
 @pytest.mark.failure_mode("F100")

@@ -241,9 +241,11 @@ def decode_sglang(
     finish = finish_of(kind)
     ids, logprobs = sampled(response, request, stopped=finish == "stop")
     mode, support = reading.logprob_mode, _support(meta)
+    tops = _tops(meta.output_top_logprobs, request.sampling.logprobs)
     if support is not None and meta.output_token_sampling_logprobs is not None:
         # Only these are normalised over the support: the others are of the whole vocabulary.
-        logprobs, mode = meta.output_token_sampling_logprobs, "processed"
+        whole, logprobs, mode = logprobs, meta.output_token_sampling_logprobs, "processed"
+        tops = _over_sets(tops, support, whole, logprobs)
     version = reading.version if meta.weight_version is None else str(meta.weight_version)
     named = reason.matched if isinstance(reason, FinishReason) else None
     return Completion(
@@ -258,7 +260,7 @@ def decode_sglang(
         index=reading.index,
         request_id=request.request_id or meta.id or "",
         stop_token=stop_token_of(named, finish, ids, request),
-        top_logprobs=_tops(meta.output_top_logprobs, request.sampling.logprobs),
+        top_logprobs=tops,
         prompt_logprobs=_prompt(meta, request, last_id),
         worker=reading.worker,
         adapter=reading.adapter,
@@ -336,6 +338,29 @@ def _tops(
     if not top or listed is None:
         return None
     return [_ranked(items or [], top) for items in listed]
+
+
+def _over_sets(
+    tops: list[tuple[Ranked, ...]] | None,
+    support: Support,
+    whole: list[float],
+    over_set: list[float],
+) -> list[tuple[Ranked, ...]] | None:
+    """Return the alternatives that could have been drawn, normalised over their set.
+
+    The sampled token's two logprobs, over the whole vocabulary and over the set, differ by the log
+    of the set's probability, as those of every other token of the set do.
+    """
+    if tops is None or not len(tops) == len(whole) == len(over_set):
+        return tops
+    return [
+        tuple(
+            Ranked(entry.token_id, entry.logprob + own - other, entry.rank)
+            for entry in top
+            if entry.token_id in ids
+        )
+        for top, ids, other, own in zip(tops, support.lists(), whole, over_set, strict=True)
+    ]
 
 
 def _ranked(items: list[LogprobItem], top: int) -> tuple[Ranked, ...]:
