@@ -93,6 +93,17 @@ def test_one_element_that_differs_is_found_and_its_tensors_are_named(tmp_path: P
     )
 
 
+@pytest.mark.failure_mode("F28")
+@pytest.mark.parametrize("name", ["model.norm.weight", f"{LAYER}.mlp.up_proj.weight"])
+def test_a_tensor_that_the_checkpoint_lacks_is_a_difference(tmp_path: Path, name: str) -> None:
+    weights = tensors(torch.float32)
+    sums = served(weights, torch.float32, padded=False)
+    path = written(tmp_path / "a", {key: weights[key] for key in weights if key != name})
+    held = compare(path, "float32", sums)
+    assert held.digest is None
+    assert name in held.report.differing
+
+
 def test_what_cannot_be_compared_is_named_and_proves_nothing(tmp_path: Path) -> None:
     weights = tensors(torch.float32)
     sums = served(weights, torch.float32, padded=False)

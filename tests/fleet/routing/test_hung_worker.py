@@ -116,7 +116,7 @@ async def test_requests_of_a_worker_that_cannot_be_brought_up_are_moved() -> Non
             worker.become("proving")
 
         pool.gate(gate)
-        admin: Any = SimpleNamespace(close=None)
+        admin: Any = SimpleNamespace(name="lockstep", close=None)
         worker = await pool.add(stuck.url, worker_id="stuck", admin=admin)
         waiting = asyncio.create_task(pool.run(pinned(stuck, pool), work))
         await until(lambda: bool(worker.attempts))
