@@ -199,7 +199,7 @@ class SglangAdmin(HttpAdmin):
         self._incarnation = incarnation
 
     async def _load(self, source: Source, version: str) -> None:
-        if source.directory is None:
+        if not isinstance(source.directory, Path):
             raise UnsupportedField(f"{self.url} takes weights from a directory only")
         assembled = await asyncio.to_thread(AssembledCheckpoint.of, source.directory, self.url)
         # Repeating it is safe: the server is paused, and loads the same files again.
@@ -237,9 +237,10 @@ class SglangAdmin(HttpAdmin):
         await self.view()
         source = self._reloads.source
         # On a GPU SGLang computes another checksum; with tensor parallelism it has one per part.
-        if source is None or source.directory is None or info.device != "cpu" or info.tp_size != 1:
+        directory = None if source is None else source.directory
+        if info.device != "cpu" or info.tp_size != 1:
             return None
-        if not source.directory.is_dir():
+        if not isinstance(directory, Path) or not directory.is_dir():
             return None
         raw = await self._client.post(
             CHECKER, {"action": "checksum"}, self._budgets.load, idempotent=True
@@ -248,11 +249,11 @@ class SglangAdmin(HttpAdmin):
         ranks = self._client.convert(_Checksums, fields, CHECKER).ranks
         if len(ranks) != 1:
             return None
-        case = (source.directory, tuple(sorted(ranks[0].checksums.items())))
+        case = (directory, tuple(sorted(ranks[0].checksums.items())))
         if self._held is None or self._held[0] != case:
             try:
                 held = await asyncio.to_thread(
-                    compare, source.directory, info.dtype or "", ranks[0].checksums
+                    compare, directory, info.dtype or "", ranks[0].checksums
                 )
             except CheckpointError as error:
                 raise error.with_message(f"{self.url} read-back: {error.message}") from None
