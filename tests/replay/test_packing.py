@@ -179,6 +179,19 @@ async def test_a_pack_without_its_model_needs_a_directory_with_it(
     assert (await audit(tmp_path / "pack", chain_only=True)).held
 
 
+async def test_a_directory_that_a_pack_names_as_teacher_is_not_loaded(
+    recorded: Path, tmp_path: Path
+) -> None:
+    def with_teacher(record: dict[str, Any], _: dict[str, Any]) -> None:
+        if record["kind"] == "start":
+            record["config"]["loss"]["kind"] = "forward_kl"
+            record["config"]["teacher"]["path"] = "/some/directory"
+
+    write_pack(altered(recorded, tmp_path / "run", with_teacher), tmp_path / "pack")
+    with pytest.raises(BadRequest, match="local teacher '/some/directory', which is not packed"):
+        await replay(tmp_path / "pack", last=1)
+
+
 async def test_a_file_that_is_no_pack_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"no archive")
     with pytest.raises(BadRequest, match="is not a pack of a run"):

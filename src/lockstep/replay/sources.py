@@ -53,6 +53,13 @@ class RunSource:
                     "with it (--model)",
                     param="model",
                 )
+            teacher = config.teacher.path
+            if teacher is not None and bundled(teacher) is None and not self.trust_code:
+                raise BadRequest(
+                    f"{self.name} learnt from the local teacher {teacher!r}, which is not packed: "
+                    "if that directory here is the teacher, allow it with --trust-code",
+                    param="teacher.path",
+                )
             # A name could be a hub repository, or a directory of this machine.
             config = replace(config, serve=replace(config.serve, tokenizer=None))
         return config if self.model is None else replace(config, model=self.model)
