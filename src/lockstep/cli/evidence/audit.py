@@ -12,12 +12,10 @@ from lockstep.cli.evidence.replay import (
     ModelOption,
     RunArgument,
     TrustOption,
-    print_lines,
+    end_with,
 )
-from lockstep.cli.output import print_json
 from lockstep.cli.training.run_config import import_from_working_directory
 from lockstep.progress import Progress
-from lockstep.tokens.exit_codes import FAILED
 
 
 def audit(
@@ -62,9 +60,4 @@ def audit(
                 on_step=lambda step: progress.say(f"step {step}"),
             )
         )  # fmt: skip
-    if as_json:
-        print_json(outcome.to_json())
-    else:
-        print_lines(outcome.lines())
-    if not outcome.held:
-        raise typer.Exit(FAILED)
+    end_with(outcome, outcome.held, as_json)

@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.evidence.replay import JsonOption, RunArgument, print_lines
-from lockstep.cli.output import print_json
-from lockstep.tokens.exit_codes import FAILED
+from lockstep.cli.evidence.replay import JsonOption, RunArgument, end_with
 
 
 def bisect(
@@ -33,15 +31,10 @@ def bisect(
     from lockstep.replay.bisection import bisect as compare
 
     outcome = compare(run_a, run_b)
-    if as_json:
-        print_json(outcome.to_json())
-    else:
-        print_lines(outcome.lines())
     if report is not None:
         from lockstep.run_record import Run
         from lockstep.train.demo.report_page import Compared, write_report
 
         other = Compared(run_b.name, Run.read(run_b), outcome.step, outcome.summary())
         write_report(run_a, report, other)
-    if not outcome.same:
-        raise typer.Exit(FAILED)
+    end_with(outcome, outcome.same, as_json)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -69,12 +69,7 @@ def replay(
                 on_step=lambda step: progress.say(f"step {step}"),
             )
         )  # fmt: skip
-    if as_json:
-        print_json(outcome.to_json())
-    else:
-        print_lines(outcome.lines())
-    if not outcome.held:
-        raise typer.Exit(FAILED)
+    end_with(outcome, outcome.held, as_json)
 
 
 def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
@@ -84,6 +79,24 @@ def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
     if match is None:
         raise BadRequest(f"--steps {text}: expected A..B or one number", param="--steps")
     return int(match[1]), int(match[2] or match[1])
+
+
+class Outcome(Protocol):
+    """A result that is printed as JSON, or as lines for a person."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def lines(self) -> Iterator[str]: ...
+
+
+def end_with(outcome: Outcome, held: bool, as_json: bool) -> None:
+    """Print an outcome, and exit with FAILED unless it held."""
+    if as_json:
+        print_json(outcome.to_json())
+    else:
+        print_lines(outcome.lines())
+    if not held:
+        raise typer.Exit(FAILED)
 
 
 def print_lines(lines: Iterable[str]) -> None:
