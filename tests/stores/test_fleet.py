@@ -146,7 +146,7 @@ async def test_a_worker_on_another_host_joins_by_anchor_and_chain(
             assert (
                 0 < fetched.nbytes <= fetched.total
             )  # the delta alone, for the weights it changes
-            assert s3.count("step-1/") == 0
+            assert s3.count("step-1/model") == 0  # the gateway reads the manifests of the chain
             assert fetched.total < 200_000
         finally:
             await fleet.drain("joiner", drain_seconds=0)
