@@ -198,7 +198,6 @@ def test_an_attack_slows_its_neighbour_down_no_more_than_ordinary_load(
     measured = []
     for _ in range(ATTEMPTS):
         beside_control, beside_attack = measure(gateway, ATTACKS[name])
-        print(name, beside_control, beside_attack, beside_attack / beside_control)
         if beside_attack <= FACTOR * beside_control:
             return
         measured.append((round(beside_control, 3), round(beside_attack, 3)))

@@ -35,7 +35,7 @@ LARGE_JSON_BYTES = 256 << 10
 SMALL_BODY_BYTES, LIGHT_BODY_BYTES, LIGHT_BODY_VALUES = 64 << 10, 1 << 20, 8192
 """A request body is decoded on the loop up to the first size, and up to the second one if it holds
 no more values than this: long text decodes fast, many small objects do not."""
-HUGE_BODY_ITEMS, REST = 65_536, 3
+HUGE_BODY_ITEMS, REST = 16_384, 3
 """Comma-separated items of a body that is decoded by the paced thread, and for how many times its
 CPU time that thread then rests: such bodies take at most a quarter of the interpreter's time."""
 LARGE_RESPONSE_ENTRIES = 4096
