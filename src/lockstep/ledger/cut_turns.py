@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.ledger.tree import Node, Place, places, replied
+from lockstep.ledger.tree import Node, ReplyPlace, places, replied
 from lockstep.render.messages import Message, Plain, canonical, joined, plain_messages, same
 from lockstep.render.parsed_message import Call
 from lockstep.render.renderer import Renderer
@@ -105,7 +105,7 @@ def _first_rows(experts: RoutedExperts | None, cut: int) -> RoutedExperts | None
     return RoutedExperts(bytes(rows.data), rows.shape, rows.dtype, rows.start)
 
 
-def _cut_at(roots: Iterable[Node], history: Sequence[Message], at: int) -> Iterator[Place]:
+def _cut_at(roots: Iterable[Node], history: Sequence[Message], at: int) -> Iterator[ReplyPlace]:
     """Yield the aborted turns whose reply is expected at this position of the history."""
     for place in places(roots, history):
         if place.at == at and place.node.finish == "abort":
@@ -121,7 +121,7 @@ def _is_blank(message: Message) -> bool:
     )
 
 
-def _kept_part(place: Place, message: Message, renderer: Renderer) -> KeptPart | None:
+def _kept_part(place: ReplyPlace, message: Message, renderer: Renderer) -> KeptPart | None:
     """Return the part of a turn whose stream says exactly this message.
 
     The tokens are parsed as they were when they streamed, so that the part ends where the client

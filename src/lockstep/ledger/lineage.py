@@ -263,7 +263,7 @@ class _Lineage:
         return (
             source.kind == "main"
             and not _origin(node).agent
-            and _origin(node).harness not in REPEATS_ONLY_RETRIES
+            and _origin(node).harness not in ("", *REPEATS_ONLY_RETRIES)
             and not self._children.get(source.last.index)
             and source.first.tools == node.tools
             and _instructions(source.first) == _instructions(node)

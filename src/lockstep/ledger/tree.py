@@ -124,7 +124,7 @@ class Match:
     length: int = 0
 
 
-class Place(NamedTuple):
+class ReplyPlace(NamedTuple):
     """A turn whose prompt a history begins with, and the position of its reply.
 
     `before` is the reply of the cut turns that it follows without a message between them: some
@@ -140,14 +140,14 @@ class Place(NamedTuple):
         return self.node.reply if self.before is None else joined(self.before, self.node.reply)
 
 
-def places(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[Place]:
+def places(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[ReplyPlace]:
     """Yield the turns whose prompt the messages begin with, however their reply continues."""
     waiting: list[tuple[Node, int, Message | None]] = [(root, 0, None) for root in roots]
     while waiting:
         node, at, before = waiting.pop()
         if node.by_ids or not starts_with(messages, node.new_messages, at):
             continue
-        place = Place(node, at + len(node.new_messages), before)
+        place = ReplyPlace(node, at + len(node.new_messages), before)
         yield place
         fits = replied(place, messages)
         for child in node.children:
@@ -160,7 +160,7 @@ def places(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[Place
                 waiting.append((child, place.at, place.reply))
 
 
-def replied(place: Place, messages: Sequence[Message]) -> bool:
+def replied(place: ReplyPlace, messages: Sequence[Message]) -> bool:
     """Return whether the messages have the reply of a turn. One that was stored here is the same
     object."""
     if place.at >= len(messages):
