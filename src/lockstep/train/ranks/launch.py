@@ -41,14 +41,14 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RanksOutcome:
     """The exit code of a run, and which rank was lost and why, unless rank 0 has said it."""
 
     code: int
     lost: str | None = None
 
 
-def run_ranks(count: int, arguments: Sequence[str]) -> Outcome:
+def run_ranks(count: int, arguments: Sequence[str]) -> RanksOutcome:
     """Run the `lockstep` command with these arguments on `count` ranks, to its end.
 
     Rank 0 has the terminal. When a rank is killed, fails or hangs, the others are ended. The store
@@ -97,7 +97,7 @@ def environment(rank: int, count: int, port: int) -> Mapping[str, str]:
     }
 
 
-def _watch(ranks: Sequence[_Rank], store: Any) -> Outcome:
+def _watch(ranks: Sequence[_Rank], store: Any) -> RanksOutcome:
     """Wait until all ranks have ended, or until one is lost."""
     heard = [Heard() for _ in ranks]
     while True:
@@ -105,30 +105,30 @@ def _watch(ranks: Sequence[_Rank], store: Any) -> Outcome:
         if any(codes):
             return _explain(ranks, codes, store)
         if None not in codes:
-            return Outcome(0)
+            return RanksOutcome(0)
         for rank, code in enumerate(codes):
             beats = heartbeat_of(store, rank)
             if code is None and beats and heard[rank].silence(beats) > SILENT_SECONDS:
-                return Outcome(TRY_AGAIN, lost_text(rank, len(ranks), None))
+                return RanksOutcome(TRY_AGAIN, lost_text(rank, len(ranks), None))
         time.sleep(POLL_SECONDS)
 
 
-def _explain(ranks: Sequence[_Rank], codes: Sequence[int | None], store: Any) -> Outcome:
+def _explain(ranks: Sequence[_Rank], codes: Sequence[int | None], store: Any) -> RanksOutcome:
     """Return which rank was lost first. The others may have ended because of it."""
     count = len(ranks)
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             text = f"rank {rank} of {count} was killed by {name}"
-            return Outcome(TRY_AGAIN, "\n".join([text, *_last_lines(ranks[rank])]))
+            return RanksOutcome(TRY_AGAIN, "\n".join([text, *_last_lines(ranks[rank])]))
     for rank, code in enumerate(codes):
         report = failure_of(store, rank)
         if code and not (report is not None and report["other"]):
             if rank == 0:
-                return Outcome(code)
+                return RanksOutcome(code)
             text = f"rank {rank} of {count} failed:"
-            return Outcome(code, "\n".join([text, *_last_lines(ranks[rank])]))
-    return Outcome(TRY_AGAIN)
+            return RanksOutcome(code, "\n".join([text, *_last_lines(ranks[rank])]))
+    return RanksOutcome(TRY_AGAIN)
 
 
 def _last_lines(rank: _Rank) -> list[str]:
