@@ -42,7 +42,8 @@ def one_worker_samples_hotter(scene: Scene) -> Case:
 
 def adapter_of_another_tenant_is_applied(scene: Scene) -> Case:
     scene.adapter = checkpoints.adapter(scene.new, scene.scratch / "lora", seed=4)
-    return scene.case(relabel(scene.rollout(), adapter=None))
+    samples = relabel(scene.rollout(), adapter=None)
+    return scene.case(samples, adapter=None, other_adapters=(scene.adapter,))
 
 
 def logprobs_have_random_errors(scene: Scene) -> Case:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.explain.collection import run_fault
-from tests.explain.faults import FAULTS
+from tests.explain.faults import FAULTS, Fault
+from tests.explain.held_out import HELD_OUT
 
 IN_CI = (
     "update_was_skipped", "one_of_two_workers_is_stale", "one_tensor_is_stale",
@@ -29,6 +30,13 @@ def test_an_injected_fault_is_named_first(fault: object, tmp_path: Path) -> None
     assert verdict.cause in fault.causes, "\n".join(verdict.lines())  # type: ignore[attr-defined]
     assert fault.where in verdict.causes[0].location  # type: ignore[attr-defined]
     assert verdict.causes[0].evidence.mean_after < verdict.causes[0].evidence.mean_before / 2
+
+
+@pytest.mark.parametrize("fault", HELD_OUT[1:3], ids=lambda f: f.name)
+def test_a_fault_of_one_worker_is_named_with_the_worker(fault: Fault, tmp_path: Path) -> None:
+    verdict = run_fault(fault, tmp_path)
+    assert verdict.cause in fault.causes, "\n".join(verdict.lines())
+    assert verdict.causes[0].location.startswith("worker w1")
 
 
 def test_every_fault_of_the_list_for_ci_exists() -> None:

@@ -138,6 +138,8 @@ class Explainer:
         if explaining:
             first, ties = best(explaining, trial.band)
             return [self._cause(trial, first, ties)]
+        if causes := self._of_some_samples(trial):
+            return causes
         if causes := self._two_causes(trial, judged):
             return causes
         noisy = self._self_noise(trial)
@@ -168,6 +170,26 @@ class Explainer:
             if any(item.explains for item in judged):
                 break
         return judged
+
+    def _of_some_samples(self, trial: Trial) -> list[Cause]:
+        """Return the causes for the samples that differ, where all others are as expected.
+
+        One worker of several may read its numbers otherwise; a number that is fitted to the samples
+        of all of them would fit none.
+        """
+        case, wrong = trial.case, wrong_groups(trial)
+        concerned = {case.groups[at].sample for at in wrong}
+        whole = tuple(at for at, group in enumerate(case.groups) if group.sample in concerned)
+        if trial.side != "engine" or whole != wrong or len(wrong) in (0, len(case.groups)):
+            return []
+        samples = [sample for at, sample in enumerate(case.samples) if at in concerned]
+        part = replace(case, samples=samples, trainer=None)
+        inner = Explainer(part, self._scorer.over(part), say=self._say)
+        causes = inner._explain(inner._trial("engine", part.engine, part.engine_dtype))
+        self._scorer.passes += inner._scorer.passes
+        self._tried += inner._tried
+        where = locate(case, wrong, trial.target - trial.expected, trial.band)
+        return [replace(cause, location=where) for cause in causes]
 
     def _two_causes(self, trial: Trial, judged: list[Judged]) -> list[Cause]:
         """Search a second cause beside the substitutions that explain most, for all tokens."""

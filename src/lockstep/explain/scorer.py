@@ -65,6 +65,15 @@ class Scorer:
         self._values: dict[Setting, Values] = {}
         self.config = ModelConfig.read(case.checkpoint)
 
+    def over(self, case: Case) -> Scorer:
+        """Return a scorer of other samples of the same checkpoint, with the rest of the budget."""
+        rest = self.budget - self.passes
+        other = Scorer(
+            case, device=self.device, budget=rest, memo=self._memo, on_pass=self._on_pass
+        )
+        other._models = self._models
+        return other
+
     @property
     def is_moe(self) -> bool:
         return bool(self.config.moe_layers)
