@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.engine import Engine
+from lockstep.engine import Engine, EngineOptions
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest
 from lockstep.worker.data import DataPlane
@@ -46,5 +46,6 @@ async def test_rows_that_a_client_already_has_are_left_out(worker: WorkerProcess
 def test_a_model_without_experts_rejects_the_option_at_start() -> None:
     directory = bundled("tiny")
     assert directory is not None
+    engine = Engine("tiny", EngineOptions(max_seqs=1, max_model_len=64))
     with pytest.raises(BadRequest, match="not a mixture of experts"):
-        DataPlane(Engine("tiny"), "tiny", directory, return_routed_experts=True)
+        DataPlane(engine, "tiny", directory, return_routed_experts=True)
