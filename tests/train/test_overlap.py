@@ -128,9 +128,9 @@ def sample() -> Sample:
 def runner() -> StepRunner:
     nothing: Any = None
     return StepRunner(
-        config=nothing, directory=nothing, learner=nothing, publisher=nothing, exactness=nothing,
-        policy=nothing, teacher=None, in_thread=nothing, on_step=None, sinks=nothing,
-        recorder=nothing,
+        config=run_config(Path("unused")), directory=nothing, learner=nothing, publisher=nothing,
+        exactness=nothing, policy=nothing, teacher=None, in_thread=nothing, on_step=None,
+        sinks=nothing, recorder=nothing,
     )  # fmt: skip
 
 
