@@ -112,7 +112,8 @@ async def support(target: Target) -> str:
     )
     if completion.support is None:
         problem = "drawn with top_k 6 and top_p 0.9, and no sampling_mask came"
-        require(target.card.owned_by != "lockstep", problem)
+        # Only the embedded engine has a plan, on its own card and on that of a gateway before it.
+        require(target.card.numerics is None, problem)
         raise NotApplicable(f"{problem}: samples of such requests have support: absent")
     require(completion.logprob_mode == "processed", "the logprobs beside a sampling_mask are raw")
     sets, tops = completion.support.lists(), completion.top_logprobs or []
