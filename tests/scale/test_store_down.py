@@ -43,9 +43,10 @@ async def test_changes_fail_with_a_cause_while_the_store_is_down(tmp_path: Path)
                 begun += [asyncio.create_task(call(*each)) for each in (update, *CALLS)]
                 await asyncio.sleep(0.5)
             results = await asyncio.gather(*begun)
-            refused = [text for status, text in results if status == 503]
+            # 502 is an update that had begun, and was undone on all workers.
+            refused = [text for status, text in results if status in (502, 503)]
             assert all("store" in text or "lead" in text for text in refused)
-            assert {status for status, _ in results} <= {200, 409, 503}, results
+            assert {status for status, _ in results} <= {200, 409, 502, 503}, results
             assert len(refused) >= len(begun) // 2
             await asyncio.to_thread(server.start)
             async with asyncio.timeout(60):
