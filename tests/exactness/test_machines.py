@@ -12,10 +12,15 @@ import pytest
 from tests.engine.machine import DECIDING, FORCED
 
 ROOT = Path(__file__).parents[2]
+WHOLE_RUNS = ("replay/", "stores/", "trainers/", "train/ranks/", "train/test_")
+"""Tests that start runs of many processes: minutes for each kind of CPU, and no arithmetic that the
+tests within one process do not cover."""
 EXACT_ONLY = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "tests").rglob("test_*.py")
-    if "mark.exact_arithmetic" in path.read_text() and path.parent != Path(__file__).parent
+    if "mark.exact_arithmetic" in path.read_text()
+    and path.parent != Path(__file__).parent
+    and not str(path.relative_to(ROOT / "tests")).startswith(WHOLE_RUNS)
 )
 """Files with exact-only tests; their other tests are a sample of those for any machine."""
 CPUS = {
