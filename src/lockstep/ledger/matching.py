@@ -228,12 +228,16 @@ def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, 
 
 
 def _drops_first_reply(request: TurnRequest, roots: Sequence[Node]) -> bool:
-    """Return whether the history continues a first prompt as if it had no reply."""
+    """Return whether the history continues a first prompt as if it had no reply.
+
+    A harness that names its context windows leaves replies out where it compacts them.
+    """
     return any(
         root.tools == request.tools_key
         and not root.children
         and root.finish != "abort"
         and not root.by_ids
+        and not (root.origin and root.origin.window)
         and len(root.new_messages) < len(request.history)
         and starts_with(request.history, root.new_messages)
         for root in roots
