@@ -23,9 +23,7 @@ from datasets import load_dataset
 
 rows = load_dataset(sys.argv[1], split="train")
 for row in rows:
-    if row["experts"] is not None:
-        row["experts"]["data"] = row["experts"]["data"].hex()
-    print(json.dumps(row))
+    print(json.dumps(row, default=bytes.hex))
 """
 
 
@@ -60,6 +58,10 @@ def check_equal(row: dict[str, Any], sample: Sample) -> None:
     assert row["token_ids"] == sample.token_ids
     assert row["sampled_mask"] == sample.sampled_mask
     assert bits(row["logprobs"]) == bits(sample.logprobs)
+    if sample.support is not None:
+        stored = row["support"]
+        assert stored["counts"] == bytes(sample.support.counts).hex()
+        assert stored["data"] == bytes(sample.support.data).hex()
     spans = [(span["version"], span["start"], span["end"]) for span in row["versions"]]
     assert spans == [(span.version, span.start, span.end) for span in sample.versions]
 
